@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_specgen import compat
 from hf_specgen.random_state import RandomOperations, global_generator
@@ -22,6 +22,7 @@ from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.exact_arithmetic import HALF, ExactArithmetic
 from hf_specgen.targets.fingerprint import matmul_precision
 from hf_specgen.targets.hooks import WatchedHooks
+from hf_specgen.targets.inputs import PreparedCall
 from hf_specgen.targets.requirements import TargetRequirements, make_target
 from hf_specgen.targets.support import is_rounding, largest_differences
 from hf_specgen.targets.target import Target
@@ -42,43 +43,36 @@ class UndecidedError(Exception):
     """The logits of plain decoding are NaN, +inf or all -inf, so that nothing can be compared."""
 
 
-def find_difference(
-    model: PreTrainedModel,
-    exit_layer: int | None,
-    input_ids: torch.Tensor,
-    config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> str | None:
-    """Decode a prompt, as prepared by `generate`, both ways: how they differ, if they do.
+def find_difference(call: PreparedCall, exit_layer: int | None) -> str | None:
+    """Decode the prompt of a call both ways: how they differ, if they do.
 
     What decides is the comparison in float32, where a wrong position or mask can be told from rounding. A model that
     cannot run so, and a quantized one that differs in it, is compared as it is. A float32 model is compared as it is
     first, and converted only if it differs: it may use autocast inside, or TF32.
     """
-    precision = matmul_precision(model)
-    arguments = (model, exit_layer, input_ids, config, model_kwargs)
-    cache = model_kwargs.get(compat.CACHE)
+    precision = matmul_precision(call.model)
+    cache = call.model_kwargs.get(compat.CACHE)
     # New keys would be rounded to the dtype of cached ones; hooks that load weights would keep converted ones.
-    is_convertible = (cache is None or not cache.get_seq_length()) and not compat.has_device_hooks(model)
+    is_convertible = (cache is None or not cache.get_seq_length()) and not compat.has_device_hooks(call.model)
     if precision in HALF:
         if is_convertible:
-            exact_reason = _exact_difference(*arguments)
-            is_quantized = getattr(model, "is_quantized", False)
+            exact_reason = _exact_difference(call, exit_layer)
+            is_quantized = getattr(call.model, "is_quantized", False)
             if exact_reason is None or (exact_reason != CANNOT_RUN and not is_quantized):
                 return exact_reason
-        return compare(*arguments, precision=precision)
-    reason = compare(*arguments, precision=precision)
+        return compare(call, exit_layer, precision)
+    reason = compare(call, exit_layer, precision)
     if reason is None or not is_convertible:
         return reason
-    exact_reason = _exact_difference(*arguments)
+    exact_reason = _exact_difference(call, exit_layer)
     return reason if exact_reason == CANNOT_RUN else exact_reason
 
 
-def _exact_difference(model: PreTrainedModel, *arguments: Any) -> str | None:
+def _exact_difference(call: PreparedCall, exit_layer: int | None) -> str | None:
     """What `compare` finds in float32; `CANNOT_RUN` if the model cannot run in it."""
     try:
-        with ExactArithmetic(compat.input_device(model)):
-            return compare(model, *arguments, precision=torch.float32)
+        with ExactArithmetic(compat.input_device(call.model)):
+            return compare(call, exit_layer, torch.float32)
     except UndecidedError:
         raise
     except Exception:  # kernels for half precision alone, too little memory
@@ -86,27 +80,20 @@ def _exact_difference(model: PreTrainedModel, *arguments: Any) -> str | None:
 
 
 @torch.no_grad()
-def compare(
-    model: PreTrainedModel,
-    exit_layer: int | None,
-    input_ids: torch.Tensor,
-    config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    *,
-    precision: torch.dtype,
-) -> str | None:
+def compare(call: PreparedCall, exit_layer: int | None, precision: torch.dtype) -> str | None:
     """Decode both ways in the present arithmetic; differences that are rounding in `precision` are none."""
+    model, input_ids, config, model_kwargs = call
     generator = global_generator(input_ids.device)
     random_state = generator.get_state()
     with WatchedHooks(model) as hooks:
-        output = _decode_plainly(model, input_ids, config, model_kwargs)
+        output = _decode_plainly(call)
     if hooks.keep_state:
         return KEEPS_STATE
     plain = output.logits
     tokens = output.sequences[:, -STEPS:].tolist()
     if not torch.equal(generator.get_state(), random_state):
         with RandomOperations(input_ids.device) as operations:  # other threads may have drawn
-            _decode_plainly(model, input_ids, config, model_kwargs)
+            _decode_plainly(call)
         if operations.found:
             generator.set_state(random_state)
             is_training = any(module.training for module in model.modules())  # a new adapter is, also after eval()
@@ -123,10 +110,9 @@ def compare(
     return f"in a trial run its logits differed from those of plain decoding by {max(errors):.2g} standard deviations"
 
 
-def _decode_plainly(
-    model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
-) -> Any:
+def _decode_plainly(call: PreparedCall) -> Any:
     """The output of plain decoding with a cache of its own."""
+    model, input_ids, config, model_kwargs = call
     copied = _copied_cache(model_kwargs)
     cache = DynamicCache(config=model.config.get_text_config()) if copied is None else copied
     return compat.decode_plainly(model, input_ids, config, STEPS, {**model_kwargs, compat.CACHE: cache})

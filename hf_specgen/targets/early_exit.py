@@ -47,11 +47,7 @@ class EarlyExitTarget(Target):
         self._active: Sequence[bool] | None = None  # in this step
 
     def run_early(
-        self,
-        tree: PassTree,
-        tokens: torch.Tensor,
-        active: Sequence[bool] | None = None,
-        with_logits: bool = True,
+        self, tree: PassTree, tokens: torch.Tensor, active: Sequence[bool] | None = None, with_logits: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the first layers on the last tokens of a draft, `[batch, new]`; of an empty one on each row's last.
 

@@ -16,23 +16,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
+from hf_specgen.targets import hooks
 from hf_specgen.targets.attention import registered_attention
-from hf_specgen.targets.hooks import (
-    LIBRARIES,
-    PLAIN_TYPES,
-    SETTING_TYPES,
-    changed_functions,
-    foreign_hooks,
-    function_state,
-    is_plain,
-    own_attributes,
-    package_of,
-    plain_values,
-    text_of,
-)
 from hf_specgen.targets.model_parts import text_config
 
-STANDARD_ATTRIBUTES = tuple(own_attributes(nn.Module()))
+STANDARD_ATTRIBUTES = tuple(hooks.own_attributes(nn.Module()))
 """Attributes of every module, which its constructor makes before all others: its parts and its hooks."""
 
 
@@ -54,7 +42,7 @@ def computation(model: PreTrainedModel) -> tuple[Hashable, ...]:
     visited: set[int] = set()
     while modules:
         module = modules.pop()
-        attributes = own_attributes(module)
+        attributes = hooks.own_attributes(module)
         children = attributes["_modules"]
         if children:
             if id(module) in visited:  # a module may be a part of several
@@ -68,27 +56,28 @@ def computation(model: PreTrainedModel) -> tuple[Hashable, ...]:
         values += (module_class, attributes.get("training"))  # a compiled module has that of its part
         values += settings(islice(attributes.values(), skipped, None))
         if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] or "forward" in attributes:
-            for function in changed_functions(module):
-                values += function_state(function)
+            for function in hooks.changed_functions(module):
+                values += hooks.function_state(function)
     # Functions of a class may be replaced for all its modules, as kernel libraries do.
     values.append(frozenset((module_class, module_class.forward) for module_class in settings_of_class))
     config = text_config(model)
     implementation = compat.attention_implementation(config)
-    values += (implementation, *function_state(registered_attention(implementation)))
-    values += plain_values([own_attributes(model.config), own_attributes(config)], limit=None)
+    values += (implementation, *hooks.function_state(registered_attention(implementation)))
+    values += hooks.plain_values([hooks.own_attributes(model.config), hooks.own_attributes(config)], limit=None)
     return tuple(values)
 
 
 def _settings_reader(module_class: type[nn.Module]) -> Callable[[Iterable[Any]], list[Hashable]]:
     """What reads the settings among the attributes of modules of a class; lists only where they are settings."""
-    package = package_of(module_class.__module__)
+    package = hooks.package_of(module_class.__module__)
     if package == "peft":  # active and merged adapters
-        return lambda attributes: [text_of(value) for value in attributes if type(value) in SETTING_TYPES]
-    return _plain_attributes if package in LIBRARIES else plain_values
+        return lambda attributes: [hooks.text_of(value) for value in attributes if type(value) in hooks.SETTING_TYPES]
+    return _plain_attributes if package in hooks.LIBRARIES else hooks.plain_values
 
 
 def _plain_attributes(attributes: Iterable[Any]) -> list[Hashable]:
-    return [value for value in attributes if type(value) in PLAIN_TYPES]
+    plain = hooks.PLAIN_TYPES
+    return [value for value in attributes if type(value) in plain]
 
 
 def weights_sample(model: PreTrainedModel) -> Hashable:
@@ -128,8 +117,8 @@ def graph_fingerprint(module: nn.Module) -> int:
 
 
 def _module_state(module: nn.Module) -> tuple[Any, ...]:
-    attributes = own_attributes(module)
+    attributes = hooks.own_attributes(module)
     names = attributes.keys() - STANDARD_ATTRIBUTES
-    plain = [(name, repr(attributes[name])) for name in sorted(names) if is_plain(attributes[name])]
-    hooks = [tuple(foreign_hooks(attributes[name])) for name in ("_forward_hooks", "_forward_pre_hooks")]
-    return id(module), type(module), module.training, id(attributes.get("forward")), *hooks, tuple(plain)
+    plain = [(name, repr(attributes[name])) for name in sorted(names) if hooks.is_plain(attributes[name])]
+    registered = [tuple(hooks.foreign_hooks(attributes[name])) for name in ("_forward_hooks", "_forward_pre_hooks")]
+    return id(module), type(module), module.training, id(attributes.get("forward")), *registered, tuple(plain)

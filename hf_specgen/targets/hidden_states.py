@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen.call import Compile
+from hf_specgen.targets.hooks import thread_hooks
 from hf_specgen.targets.inputs import PreparedCall
 from hf_specgen.targets.model_parts import decoder, decoder_layers, output_matrix, text_config, text_embeddings
 from hf_specgen.targets.passes import ModelPass, PassOutput
@@ -216,11 +216,8 @@ class HookedPass(ModelPass):
 def captured_states(points: Sequence[HookPoint], device: torch.device) -> Iterator[list[list[torch.Tensor]]]:
     """Capture, by point, the states of each forward pass that this thread (and no other) runs inside."""
     captured: list[list[torch.Tensor]] = [[] for _ in points]
-    thread = threading.get_ident()
 
     def keep(index: int, value: Any) -> None:
-        if threading.get_ident() != thread:
-            return
         state = value if isinstance(value, torch.Tensor) else value[0]
         if state.dim() == 4 and state.shape[2] == points[index].streams:
             state = state.mean(dim=2)
@@ -232,18 +229,12 @@ def captured_states(points: Sequence[HookPoint], device: torch.device) -> Iterat
             )
         captured[index].append(state.to(device))
 
-    handles = []
-    try:
+    with ExitStack() as stack:
         for index, (_, module, is_input, _) in enumerate(points):
-            if is_input:
-                hook = module.register_forward_pre_hook(lambda _, args, index=index: keep(index, args))
-            else:
-                hook = module.register_forward_hook(lambda _, __, output, index=index: keep(index, output))
-            handles.append(hook)
+            before = lambda _, args, kwargs, index=index: keep(index, args)  # noqa: E731
+            after = lambda _, args, kwargs, output, index=index: keep(index, output)  # noqa: E731
+            stack.enter_context(thread_hooks([module], before) if is_input else thread_hooks([module], after=after))
         yield captured
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _of_layers(states: torch.Tensor, captured: Sequence[int], aux_layers: Sequence[int]) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Hooks and replaced functions of users: which ones a model has, and the settings that they refer to.
 
-Hooks of this package are registered during a pass, and are none of these.
+Hooks of this package are registered during a pass by `thread_hooks`, and are none of these.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 import dis
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,35 @@ QUANTIZERS = ("bitsandbytes", "torchao", "compressed_tensors", "gptqmodel", "aut
 """Packages of quantised layers, which treat each row alike."""
 MAX_VALUES = 64
 """Values that are read of a hook's variables; a longer collection holds recorded data, and no settings."""
+
+
+@contextmanager
+def thread_hooks(
+    modules: Iterable[nn.Module],
+    before: Callable[[Any, Any, Any], Any] | None = None,
+    after: Callable[[Any, Any, Any, Any], Any] | None = None,
+) -> Iterator[None]:
+    """In this context, modules call hooks of PyTorch in the passes of this thread, and of no other.
+
+    Args:
+        before: receives the module, its arguments and its keywords; what it returns replaces these.
+        after: receives the output too, and may replace it.
+    """
+    thread = threading.get_ident()
+
+    def of_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+        # PyTorch leaves out the keywords of a hook that another thread is just adding or removing.
+        return lambda *arguments: hook(*arguments) if threading.get_ident() == thread else None
+
+    with ExitStack() as stack:
+        for module in modules:
+            if before is not None:
+                handle = module.register_forward_pre_hook(of_thread(before), with_kwargs=True)
+                stack.callback(handle.remove)
+            if after is not None:
+                handle = module.register_forward_hook(of_thread(after), with_kwargs=True)
+                stack.callback(handle.remove)
+        yield
 
 
 def changed_functions(module: nn.Module) -> Iterator[Any]:

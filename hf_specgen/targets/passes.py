@@ -5,7 +5,6 @@ Passes that compute the same are equal, and share a graph; tensors that differ b
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from hf_specgen import compat
 from hf_specgen.targets.attention import grouped_attention
 from hf_specgen.targets.cache import RaggedCache, padded_width
 from hf_specgen.targets.graphs import CallGraphs, Capturable, Inputs
+from hf_specgen.targets.hooks import thread_hooks
 from hf_specgen.targets.masks import StepLayout, StepMasks
 from hf_specgen.targets.model_parts import TAKES_ONE_MASK, decoder
 from hf_specgen.targets.support import is_rounding, largest_differences
@@ -68,19 +68,11 @@ def _mask_of_each_kind(model: Any, inputs: dict[str, Any]) -> Iterator[dict[str,
         yield inputs
         return
 
-    thread = threading.get_ident()
-
-    def give_masks(_: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]] | None:
-        # PyTorch leaves out `kwargs` of a hook that another thread is just adding or removing.
-        if threading.get_ident() != thread or kwargs is None:
-            return None
+    def give_masks(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, "attention_mask": masks}
 
-    handle = decoder(model).register_forward_pre_hook(give_masks, with_kwargs=True)
-    try:
+    with thread_hooks([decoder(model)], before=give_masks):
         yield {**inputs, "attention_mask": masks["full_attention"]}
-    finally:
-        handle.remove()
 
 
 @dataclass(frozen=True)

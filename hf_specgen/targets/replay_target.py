@@ -6,9 +6,8 @@ Such are models with recurrent states, and decoders that take no positions; see 
 from __future__ import annotations
 
 import inspect
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from transformers import Cache, PreTrainedModel
 
 from hf_specgen.call import Compile
 from hf_specgen.device_tree import Frontier
+from hf_specgen.targets.hooks import thread_hooks
 from hf_specgen.targets.inputs import PreparedCall, takes_positions
 from hf_specgen.targets.model_parts import decoder, decoder_config, may_have_recurrent_state
 from hf_specgen.targets.passes import PassOutput
@@ -126,23 +126,15 @@ def _numbering_modules(model: PreTrainedModel) -> list[Any]:
     return [module for module in decoder(model).modules() if hasattr(module, "create_position_ids_from_input_ids")]
 
 
-@contextmanager
-def _one_by_one(modules: Sequence[Any]) -> Iterator[None]:
+def _one_by_one(modules: Sequence[Any]) -> AbstractContextManager[None]:
     """In this context, these modules number each token of this thread's passes by its slot, as plain decoding does."""
-    thread = threading.get_ident()
 
-    def number(module: Any, args: tuple[Any, ...], kwargs: Any, output: Any = None) -> Any:
-        """Replace the output. PyTorch leaves out `kwargs` of a hook that another thread is just adding or removing."""
-        if output is None or threading.get_ident() != thread:
-            return kwargs if output is None else output
+    def number(module: Any, args: tuple[Any, ...], kwargs: Any, output: Any) -> torch.Tensor:
         named = {"cache_length": 0, **inspect.signature(module.forward).bind(*args, **kwargs).arguments}
         parts = enumerate(named["input_ids"].split(1, dim=1), start=named["cache_length"])
         return torch.cat([module.forward(**{**named, "input_ids": part, "cache_length": at}) for at, part in parts], 1)
 
-    with ExitStack() as stack:
-        for module in modules:
-            stack.callback(module.register_forward_hook(number, with_kwargs=True).remove)
-        yield
+    return thread_hooks(modules, after=number)
 
 
 def needs_replay(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:

@@ -31,7 +31,7 @@ from hf_specgen.targets.decoding_comparison import IN_TRAINING, STEPS, Undecided
 from hf_specgen.targets.early_exit import divisible_layers
 from hf_specgen.targets.fingerprint import computation, matmul_precision, weights_sample
 from hf_specgen.targets.hooks import treats_rows_alike
-from hf_specgen.targets.inputs import accompanying_inputs, without_router_loss
+from hf_specgen.targets.inputs import PreparedCall, accompanying_inputs, without_router_loss
 from hf_specgen.targets.model_parts import reads_encoder, takes_no_mask, text_config
 from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.targets.support import last_position
@@ -42,22 +42,19 @@ PASSED = "passed"
 MAX_RESULTS = 64
 """Results that are kept for a model, for the states in which it has been used."""
 
-Prompt = tuple[torch.Tensor, GenerationConfig, dict[str, Any]]
-"""What `generate` has prepared: input ids, config and arguments of the model."""
-
 
 class Trial(NamedTuple):
     """A comparison of plain decoding with decoding by drafts.
 
     Args:
         key: what distinguishes the trial from others of the model.
-        prompt: makes the prompt that is decoded.
+        call: makes the prompt that is decoded.
         reason: says how the two ways differ, with `{}` for what was found.
         remedy: what the caller can do if they differ.
     """
 
     key: tuple[Any, ...]
-    prompt: Callable[[], Prompt]
+    call: Callable[[], PreparedCall]
     reason: str = "{}"
     remedy: str = "call generate() without candidate_generator="
 
@@ -139,7 +136,8 @@ def check_computation(
     with _lock:
         results = _results.setdefault(model, Results())
     with results.lock:
-        problem = SelfCheck(model, requirements.exit_layer, results).problem(input_ids, config, model_kwargs)
+        call = PreparedCall(model, input_ids, config, model_kwargs)
+        problem = SelfCheck(model, requirements.exit_layer, results).problem(call)
     if problem is None:
         return
     inputs = () if reads_encoder(model) else sorted(accompanying_inputs(model_kwargs))
@@ -158,30 +156,32 @@ class SelfCheck:
         self._key = (exit_layer, matmul_precision(model), compat.input_device(model))
         self._state = computation(model)
 
-    def problem(
-        self, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
-    ) -> Problem | None:
+    def problem(self, call: PreparedCall) -> Problem | None:
         """What the trials find that a call needs; None if the model passes them."""
-        reads = reads_encoder(self._model)
-        if not reads:
-            mask = model_kwargs.get("attention_mask")
-            is_single = len(input_ids) == 1 and (mask is None or bool(mask.all()))
-            alike = len(input_ids) <= 2 or treats_rows_alike(self._model)
-            problem = None if is_single else self._rows_differ(2 if alike else len(input_ids))
-            if is_single or problem is not None:
-                # Where rows differ: does the model itself fail, or only rows of different lengths?
-                problem = self._run(self._single_row()) or problem
-            if problem is not None:
-                return problem
-        if reads or accompanying_inputs(model_kwargs):
-            return self._run(self._own_prompt(reads, input_ids, config, model_kwargs))
-        return None
+        rows = len(call.input_ids)
+        inputs = tuple(sorted(accompanying_inputs(call.model_kwargs)))
+        if reads_encoder(self._model):
+            masks = [name for name in ("attention_mask", "decoder_attention_mask") if name in call.model_kwargs]
+            return self._run(Trial((inputs, rows > 1, *masks), lambda: call))
+        mask = call.model_kwargs.get("attention_mask")
+        is_single = rows == 1 and (mask is None or bool(mask.all()))
+        alike = rows <= 2 or treats_rows_alike(self._model)
+        problem = None if is_single else self._rows_differ(2 if alike else rows)
+        if is_single or problem is not None:
+            # Where rows differ: does the model itself fail, or only rows of different lengths?
+            problem = self._run(Trial((1,), lambda: self._short_text(1))) or problem
+        if problem is None and inputs:
+            problem = self._run(Trial((inputs,), lambda: call))
+        return problem
+
+    def _short_text(self, rows: int) -> PreparedCall:
+        return PreparedCall(self._model, *short_text(self._model, rows))
 
     def _rows_differ(self, rows: int) -> Problem | None:
         """How a text in so many rows of different lengths differs; where a kernel takes no mask, without a trial."""
         trial = Trial(
             (rows,),
-            lambda: short_text(self._model, rows),
+            lambda: self._short_text(rows),
             "rows of different lengths get other scores than in plain decoding ({})",
             "give one prompt at a time, without padding, or leave candidate_generator= out",
         )
@@ -189,21 +189,6 @@ class SelfCheck:
             reason = f"{part} takes no mask, which rows of different lengths need"
             return Problem(reason, self._remedy(trial, reason))
         return self._run(trial)
-
-    def _single_row(self) -> Trial:
-        """A text in one row without padding."""
-        return Trial((1,), lambda: short_text(self._model, 1))
-
-    def _own_prompt(
-        self, reads_encoder: bool, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
-    ) -> Trial:
-        """The prompt of the call, whose result holds for calls with the same kinds of inputs."""
-        inputs = tuple(sorted(accompanying_inputs(model_kwargs)))
-        key: tuple[Any, ...] = (inputs,)
-        if reads_encoder:
-            masks = [name for name in ("attention_mask", "decoder_attention_mask") if name in model_kwargs]
-            key = (inputs, len(input_ids) > 1, *masks)
-        return Trial(key, lambda: (input_ids, config, model_kwargs))
 
     def _run(self, trial: Trial) -> Problem | None:
         """What a trial finds, now or in an earlier call; None also where it cannot be decided."""
@@ -214,7 +199,7 @@ class SelfCheck:
                     self._model,
                     self._state,
                     (*self._key, *trial.key),
-                    lambda: find_difference(self._model, self._exit_layer, *trial.prompt()),
+                    lambda: find_difference(trial.call(), self._exit_layer),
                 )
         except UndecidedError:
             return None
@@ -236,8 +221,8 @@ class SelfCheck:
         return trial.remedy
 
 
-def short_text(model: PreTrainedModel, rows: int) -> Prompt:
-    """Rows of text, of which the first is padded, or one row without padding."""
+def short_text(model: PreTrainedModel, rows: int) -> tuple[torch.Tensor, GenerationConfig, dict[str, Any]]:
+    """Rows of text, of which the first is padded, or one row without padding, as prepared by `generate`."""
     input_ids = _prompt(model).repeat(-(-rows // 2), 1)[:rows]
     input_ids = input_ids[:, :2] if rows == 1 else input_ids
     mask = torch.ones_like(input_ids)

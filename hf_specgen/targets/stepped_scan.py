@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 from torch import nn
 
 from hf_specgen.targets.cache import RaggedCache
-from hf_specgen.targets.hooks import own_attributes
+from hf_specgen.targets.hooks import own_attributes, thread_hooks
 from hf_specgen.targets.model_parts import sharing_copy
 
 SCAN = "mamba_selective_scan"
@@ -62,8 +61,7 @@ def stepped(layers: Sequence[Any], cache: RaggedCache) -> Iterator[None]:
     with ExitStack() as stack:
         for layer in layers:
             steps = _Steps(layer, cache)
-            stack.callback(layer.register_forward_pre_hook(steps.before, with_kwargs=True).remove)
-            stack.callback(layer.register_forward_hook(steps.after).remove)
+            stack.enter_context(thread_hooks([layer], steps.before, steps.after))
         yield
 
 
@@ -77,16 +75,10 @@ class _Steps:
         self._layer = layer
         self._unlimited = _without_limit(layer)
         self._states = cache.layer_states(layer.layer_idx)
-        self._thread = threading.get_ident()
         self._outputs: list[torch.Tensor] = []
 
-    def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        """Read the first tokens; returns the arguments for the last one.
-
-        PyTorch leaves out `kwargs` of a hook that another thread is just adding or removing.
-        """
-        if threading.get_ident() != self._thread or kwargs is None:
-            return None
+    def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Read the first tokens; returns the arguments for the last one."""
         tokens: torch.Tensor = args[0] if args else kwargs["hidden_states"]
         if tokens.shape[1] == 1 or not self._states.recurrent:
             return None
@@ -97,9 +89,9 @@ class _Steps:
             self._outputs.append((self._unlimited or self._layer).forward(*arguments, **keywords))
         return _with_states(last, args, kwargs)
 
-    def after(self, layer: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    def after(self, layer: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
         """The outputs of all tokens."""
-        if threading.get_ident() != self._thread or not self._outputs:
+        if not self._outputs:
             return output
         self._states.begin_at(self._start)
         outputs = torch.cat([*self._outputs, output], dim=1)
