@@ -40,10 +40,7 @@ class Acceptance(evaluate.Metric):
     def _info(self) -> evaluate.MetricInfo:
         features = {"drafted": datasets.Value("int64"), "accepted": datasets.Value("int64")}
         return evaluate.MetricInfo(
-            description=str(__doc__),
-            citation=CITATION,
-            inputs_description=INPUTS,
-            features=datasets.Features(features),
+            description=str(__doc__), citation=CITATION, inputs_description=INPUTS, features=datasets.Features(features)
         )
 
     def _compute(

@@ -70,11 +70,9 @@ def published() -> dict[str, str]:
 
 
 def check(head: str, target: str | None = None) -> Row:
-    """Whether a head loads, and fits its target.
+    """Whether a head, in a folder or on the Hub, loads and fits its target, of which the config alone is read.
 
-    Args:
-        head: a folder, or a Hub id.
-        target: of which the config is read; None: a head is not compared with its target, and MTP layers are in it.
+    Without a target it is not compared, and MTP layers have to be in the head's own checkpoint.
     """
     try:
         if head == target:  # of a target only the files that hold MTP layers are looked at

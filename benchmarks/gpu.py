@@ -67,9 +67,6 @@ def run(out: Path, seconds: float, names: Sequence[str] = ()) -> bool:
     """Run the stages, all or those named; returns whether all of them succeeded.
 
     Writes for each stage `NAME.log`, the results of measurements as JSON, and `gpu.json` with the outcome of each.
-
-    Raises:
-        ValueError: for the name of no stage.
     """
     if unknown := sorted(set(names) - {stage.name for stage in STAGES}):
         raise ValueError(f"there is no stage {unknown[0]!r}; there are {', '.join(stage.name for stage in STAGES)}")

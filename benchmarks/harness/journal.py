@@ -15,10 +15,9 @@ class JournalError(ValueError):
 
 
 class Journal:
-    """The records of a run. Every process writes its own file.
+    """The records of a run, of which every process writes its own file.
 
     Args:
-        folder: of the run.
         plan: a dataclass with the settings of the run; only a run with equal settings can be resumed.
         rank: of this process.
         resume: continue with the records in the folder instead of replacing them.
@@ -26,9 +25,6 @@ class Journal:
     Attributes:
         old: records of the run that is resumed.
         new: records added since.
-
-    Raises:
-        JournalError: if there is nothing to resume, or it was made with other settings.
     """
 
     def __init__(self, folder: Path, plan: Any, rank: int = 0, *, resume: bool = False):
@@ -61,15 +57,7 @@ class Journal:
 
 
 def read(folder: Path, header: dict[str, Any] | None = None) -> list[Record]:
-    """The records of all processes.
-
-    Args:
-        folder: of the run.
-        header: the first line that every file must have; None accepts any.
-
-    Raises:
-        JournalError: if there are no files, or one has another header.
-    """
+    """The records of all processes in the folder of a run; `header` is the first line that each file must have."""
     files = sorted(folder.glob("records-*.jsonl"))
     if not files:
         raise JournalError(f"there is nothing to resume in {folder}; run without --resume first")

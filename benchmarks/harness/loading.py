@@ -24,16 +24,7 @@ from hf_specgen.candidates.base import Depth
 from hf_specgen.candidates.draft_heads import HeadCandidates
 from hf_specgen.candidates.draft_model import have_same_vocabulary
 from hf_specgen.depth import LatencyModel
-from hf_specgen.evaluation.workloads import (
-    ASSETS,
-    EMBEDDED_ADAPTER,
-    EMBEDDED_DRAFT,
-    EMBEDDED_DSPARK,
-    EMBEDDED_EAGLE,
-    EMBEDDED_HEADS,
-    EMBEDDED_MODEL,
-    STRATEGY_NAMES,
-)
+from hf_specgen.evaluation import workloads
 from hf_specgen.heads.exit_head import exit_layer_of
 
 NGRAM_DEPTHS, DRAFT_DEPTHS, EXIT_DEPTHS, HEAD_DEPTHS = (4, 8, 16), (2, 4, 6), (1, 2, 4), (2, 4, 6)
@@ -45,11 +36,11 @@ BRANCHED: dict[str, Any] = {"k": 8, "tree": 32}
 CONFIDENT = (20, 0.4)
 """Transformers' defaults for assistants: up to 20 tokens, while the draft's confidence is above 0.4."""
 SHIPPED = {
-    "draft": str(EMBEDDED_DRAFT),
-    "layerskip": str(EMBEDDED_ADAPTER),
-    "medusa": str(EMBEDDED_HEADS),
-    "eagle": str(EMBEDDED_EAGLE),
-    "dspark": str(EMBEDDED_DSPARK),
+    "draft": str(workloads.EMBEDDED_DRAFT),
+    "layerskip": str(workloads.EMBEDDED_ADAPTER),
+    "medusa": str(workloads.EMBEDDED_HEADS),
+    "eagle": str(workloads.EMBEDDED_EAGLE),
+    "dspark": str(workloads.EMBEDDED_DSPARK),
 }
 """The files of the bundled model."""
 
@@ -61,18 +52,14 @@ class StrategyError(ValueError):
 def build(
     strategies: Sequence[str], peers: Sequence[str], model: PreTrainedModel, latency: LatencyModel | None = None
 ) -> list[Family]:
-    """The families to measure.
+    """The families to measure; a `StrategyError` for what is unknown, or does not fit the target.
 
     Args:
         strategies: "ngram", "auto", "draft=MODEL", "layerskip=ADAPTER" (or =LAYER without one), "medusa=HEADS",
             "eagle=HEAD", "dspark=HEAD" or "heads=HEAD" of any format (ids or folders), or several joined by "+";
             without "=…" the files that ship for the bundled model.
         peers: "transformers" for the same strategies in Transformers; or empty.
-        model: the target.
         latency: decides for "auto".
-
-    Raises:
-        StrategyError: for anything else, and for a draft model, adapter or heads that do not fit the target.
     """
     if unknown := sorted(set(peers) - {"transformers"}):
         raise StrategyError(f"unknown peer {unknown[0]!r}; there is transformers")
@@ -100,7 +87,7 @@ def _load(text: str, model: PreTrainedModel) -> Strategy:
         if source:
             raise StrategyError(f"{name} takes no source, got {source!r}")
         return COPYING[name]()
-    if not source and (name not in SHIPPED or str(model.name_or_path) != str(EMBEDDED_MODEL)):
+    if not source and (name not in SHIPPED or str(model.name_or_path) != str(workloads.EMBEDDED_MODEL)):
         raise StrategyError(f"{name} needs a file or id for this model: {name}=…")
     return LOADERS[name](source or SHIPPED[name], model)
 
@@ -163,7 +150,7 @@ def _heads(source: str, model: PreTrainedModel, name: str = "") -> Strategy:
     if not issubclass(kind, HeadCandidates):
         raise StrategyError(f"{source} holds no head that reads the target's hidden states, but {kind.__name__}")
     return Strategy(
-        name or STRATEGY_NAMES[kind.__name__],
+        name or workloads.STRATEGY_NAMES[kind.__name__],
         f"{kind.__name__}({_in_clone(source)!r}, {{}})",
         lambda k, policy: kind(source, k, policy=policy),
         HEAD_DEPTHS,
@@ -172,7 +159,7 @@ def _heads(source: str, model: PreTrainedModel, name: str = "") -> Strategy:
 
 def _in_clone(source: str) -> str:
     """A file of the clone by its path in it: a record must not name the folders of a machine."""
-    root, path = ASSETS.parents[1], Path(source)
+    root, path = workloads.ASSETS.parents[1], Path(source)
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else source
 
 

@@ -51,15 +51,9 @@ def peak_memory(device: torch.device) -> int:
 
 
 def measure_memory(plan: Plan) -> Rows:
-    """Peak memory of plain `generate` and of every strategy, without and with `output_scores`.
+    """Growth of the peak in a call of plain `generate` and of every strategy, without and with `output_scores`.
 
-    Every strategy runs with the last of its fixed settings, which is the largest one.
-
-    Args:
-        plan: its model, strategies and peers, at `memory_context` tokens of context.
-
-    Returns:
-        For each variant the growth of the peak over the memory before the call, and its ratio to plain `generate`.
+    At `memory_context` tokens, with the last of the fixed settings of each strategy, which is the largest one.
     """
     rows: Rows = []
     names = in_new_process(variant_names, plan)

@@ -31,11 +31,7 @@ def _option(default: Any, description: str) -> Any:
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of a run; tuples are given on the command line with commas between their elements.
-
-    Raises:
-        ValueError: for a number that is out of range, or an unknown dtype.
-    """
+    """The settings of a run; tuples are given on the command line with commas between their elements."""
 
     model: str = _option("", "Hub id or folder of the target; the bundled model if empty")
     strategies: tuple[str, ...] = _option(

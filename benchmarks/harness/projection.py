@@ -21,12 +21,7 @@ GPU_LIKE = Path(__file__).parents[1] / "profiles" / "gpu_like.json"
 
 @dataclass(frozen=True)
 class Projection:
-    """Decoding time by a latency profile, in the unit of the profile.
-
-    Args:
-        seconds: of speculative decoding.
-        plain_seconds: of plain decoding for the same tokens.
-    """
+    """Decoding time by a latency profile, in its unit: with drafts, and of plain decoding of the same tokens."""
 
     seconds: float = 0.0
     plain_seconds: float = 0.0
@@ -43,9 +38,7 @@ class Projection:
 def project(statistics: Statistics, latency: LatencyModel) -> Projection:
     """Project the decoding time of one call, or of several single-row calls whose statistics were added.
 
-    Args:
-        statistics: of the call.
-        latency: with the drafter selected; see `latency_for`.
+    `latency` has the drafter selected, see `latency_for`.
 
     Example:
         >>> from hf_specgen.depth import CostCurve
@@ -77,9 +70,5 @@ def step_seconds(step: StepRecord, latency: LatencyModel) -> float:
 
 
 def latency_for(candidates: Candidates, profile: LatencyModel) -> LatencyModel:
-    """The profile with the drafter of a strategy.
-
-    Raises:
-        ValueError: if the profile has no such drafter, unless the draft cost is negligible.
-    """
+    """The profile with the drafter of a strategy; raises if it has none, unless the draft cost is negligible."""
     return profile.select(str(candidates.profile_key()[0]), candidates.negligible_draft_cost)

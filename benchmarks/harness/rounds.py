@@ -26,13 +26,10 @@ def measure_round(
     first: int = 0,
     followups: Sequence[torch.Tensor] = (),
 ) -> dict[str, Sample]:
-    """Run every variant once on the same inputs; of a batch only those that take one.
+    """Run every variant once on the same inputs, of a batch only those that take one; number `first` runs first.
 
-    Args:
-        inputs: `input_ids` and `attention_mask` `[batch, prompt]`.
-        first: number of the variant that runs first.
-        followups: for a chat (one row) the tokens `[1, length]` of every further turn, starting at the end of the
-            previous answer; each turn continues from the cache of the previous one.
+    `followups` are, for a chat (one row), the tokens `[1, length]` of every further turn, starting at the end of the
+    previous answer; each turn continues from the cache of the previous one.
     """
     is_batch = len(inputs["input_ids"]) > 1
     able = [variant for variant in variants if not (is_batch and ONE_ROW & set(variant.arguments()))]

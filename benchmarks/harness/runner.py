@@ -40,42 +40,24 @@ DEFAULT_PLAIN = "plain, default"
 
 @dataclass
 class Outcome:
-    """What a run measured.
-
-    Args:
-        plan: its settings.
-        records: one for each variant of each unit.
-        chosen: the setting of each family, by name.
-        ours: the expression that builds each of this package's variants, by name.
-        curve: T(q), if it was measured.
-        counted: rows of the tables that are counted or measured apart from units, by name.
-        notes: sentences for the report.
-        about: one line for each domain.
-        seconds: duration; of this run only if it resumed another one.
-        interrupted: whether Ctrl-C ended the run.
-    """
+    """What a run measured."""
 
     plan: Plan
-    records: list[Record] = field(default_factory=list)
-    chosen: dict[str, str] = field(default_factory=dict)
-    ours: dict[str, str] = field(default_factory=dict)
-    curve: CostCurve | None = None
-    counted: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    about: dict[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
-    interrupted: bool = False
+    records: list[Record] = field(default_factory=list)  # one for each variant of each unit
+    chosen: dict[str, str] = field(default_factory=dict)  # the setting of each family, by name
+    ours: dict[str, str] = field(default_factory=dict)  # by name, what builds each of this package's variants
+    curve: CostCurve | None = None  # T(q), if it was measured
+    counted: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # further tables, not made from units
+    notes: list[str] = field(default_factory=list)  # sentences for the report
+    about: dict[str, str] = field(default_factory=dict)  # one line for each domain
+    seconds: float = 0.0  # of this run only, if it resumed another one
+    interrupted: bool = False  # by Ctrl-C
 
 
 class Bench:
     """Measures units on one target and records them.
 
-    Args:
-        model, tokenizer: the target.
-        journal: keeps the records.
-        state: of the processes that share the units.
-        plan: how all sides run, and the seed of the first prompt and repeat.
-        profile: speedups are projected with it; None for measured ones only.
+    `state` is that of the processes that share the units. With a `profile`, speedups are projected too.
     """
 
     def __init__(
@@ -167,19 +149,9 @@ class Bench:
 
 
 def run(plan: Plan, folder: Path, console: Console, *, resume: bool = False) -> Outcome | None:
-    """Measure everything in a plan. Ctrl-C ends the run; what was measured until then is returned with a note.
+    """Measure everything in a plan, with records in a folder, or continue the run there; None but in the first process.
 
-    Args:
-        plan: what to measure.
-        folder: for the records.
-        console: shows the progress.
-        resume: continue the run in `folder`.
-
-    Returns:
-        The outcome; None in every process but the first.
-
-    Raises:
-        ValueError: for unknown domains or strategies, an invalid profile, or a run that cannot be resumed.
+    Ctrl-C ends the run; what was measured until then is returned with a note.
     """
     state = PartialState(cpu=plan.device == "cpu")
     device = plan.device if plan.device == "cpu" else str(state.device)
@@ -221,12 +193,7 @@ def run(plan: Plan, folder: Path, console: Console, *, resume: bool = False) -> 
 
 
 def _measure(
-    plan: Plan,
-    domains: Sequence[Domain],
-    families: Sequence[Family],
-    bench: Bench,
-    outcome: Outcome,
-    console: Console,
+    plan: Plan, domains: Sequence[Domain], families: Sequence[Family], bench: Bench, outcome: Outcome, console: Console
 ) -> None:
     """Warm up, choose settings, and measure all units with them."""
     every = [PLAIN, *(family.variant(setting) for family in families for setting in family.settings)]

@@ -21,27 +21,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Unit:
-    """Inputs that all variants are measured on, one after the other.
+    """Inputs that all variants are measured on, one after the other."""
 
-    Args:
-        section: "tuning", "domains", "batch", "temperature" or "context".
-        cell: the domain, batch size, … within the section.
-        number: of the prompt or batch within the cell.
-        repeat: from 0.
-        inputs: `input_ids` and `attention_mask` `[rows, prompt]`.
-        generation: arguments of `generate` that all variants share.
-        variants: plain decoding first.
-        followups: further turns of a chat.
-    """
-
-    section: str
-    cell: str
-    number: int
-    repeat: int
-    inputs: dict[str, torch.Tensor]
-    generation: dict[str, Any]
-    variants: list[Variant]
-    followups: list[torch.Tensor] = field(default_factory=list)
+    section: str  # "tuning", "domains", "batch", "temperature" or "context"
+    cell: str  # the domain, batch size, … within the section
+    number: int  # of the prompt or batch within the cell
+    repeat: int  # from 0
+    inputs: dict[str, torch.Tensor]  # `input_ids` and `attention_mask` [rows, prompt]
+    generation: dict[str, Any]  # arguments of `generate` that all variants share
+    variants: list[Variant]  # plain decoding first
+    followups: list[torch.Tensor] = field(default_factory=list)  # further turns of a chat
 
     @property
     def key(self) -> str:

@@ -19,17 +19,11 @@ PLAIN = Variant("plain", dict)
 
 @dataclass(frozen=True)
 class Family:
-    """One strategy with all settings that are tried.
+    """One strategy with all settings that are tried."""
 
-    Args:
-        name: in tables.
-        settings: arguments of `generate` for each setting, by name.
-        code: the expression that builds it, with "{}" in place of the setting; empty for a strategy of Transformers.
-    """
-
-    name: str
-    settings: Mapping[str, Arguments]
-    code: str = ""
+    name: str  # in tables
+    settings: Mapping[str, Arguments]  # arguments of `generate` for each setting, by name
+    code: str = ""  # builds it, with "{}" in place of the setting; empty for a strategy of Transformers
 
     def with_defaults(self) -> Family:
         """The family with its default setting alone; those of Transformers keep all, as there is no such default."""
@@ -48,23 +42,14 @@ class Family:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy of this package for one target, with everything that it needs loaded.
-
-    Args:
-        name: in tables.
-        code: as in `Family`.
-        make: builds it from a depth or "auto", and the policy; None for the default policy.
-        depths: that are tried, besides "auto".
-        peer: the same strategy in Transformers.
-        more: arguments of further settings, by name.
-    """
+    """A strategy of this package for one target, with everything that it needs loaded."""
 
     name: str
-    code: str
-    make: Callable[[Depth, Policy | None], Candidates]
-    depths: Sequence[int]
-    peer: Family | None = None
-    more: Mapping[str, Arguments] = field(default_factory=dict)
+    code: str  # as in `Family`
+    make: Callable[[Depth, Policy | None], Candidates]  # from a depth or "auto", and a policy or None for the default
+    depths: Sequence[int]  # that are tried, besides "auto"
+    peer: Family | None = None  # the same strategy in Transformers
+    more: Mapping[str, Arguments] = field(default_factory=dict)  # arguments of further settings, by name
 
     def family(self, latency: LatencyModel | None = None) -> Family:
         """All settings; with a latency model, "auto" decides by it."""

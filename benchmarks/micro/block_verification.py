@@ -61,12 +61,7 @@ class _ComparingSession(RejectionSession):
 
 
 def block_verification(repeats: int, quick: bool) -> list[dict[str, Any]]:
-    """Expected tokens a step with the bundled draft model, by temperature and depth, over prompts of all domains.
-
-    Args:
-        repeats: seeds for each prompt.
-        quick: use one prompt and one depth.
-    """
+    """Expected tokens a step with the bundled draft model, by temperature and depth, with `repeats` seeds a prompt."""
     model, tokenizer = load(device="cpu")
     prompts = [prompt for domain in domain_prompts().values() for prompt in domain[:2]]
     rows = []

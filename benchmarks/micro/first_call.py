@@ -18,14 +18,9 @@ BATCHES, NEW_TOKENS, FEW_TOKENS = (1, 4), 64, 8
 
 
 def first_call(repeats: int, quick: bool, model: str = "") -> list[dict[str, Any]]:
-    """Processor time of a model's first call beyond a later one, in a new process for each value.
+    """Processor time of a model's first call beyond a later one, the median over `repeats` new processes.
 
-    Processor time is what other processes prolong least; each value is the median over the processes.
-
-    Args:
-        repeats: processes.
-        quick: whether to run one process, for one row.
-        model: the folder of a model; left out, the bundled one.
+    Processor time is what other processes prolong least. `model` is a folder; left out, it is the bundled model.
     """
     rows = []
     for batch in BATCHES[:1] if quick else BATCHES:

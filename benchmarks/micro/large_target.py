@@ -32,14 +32,7 @@ from hf_specgen import (
 )
 from hf_specgen.evaluation.cost import widen
 from hf_specgen.evaluation.measure import Sample, Variant
-from hf_specgen.evaluation.workloads import (
-    DOMAINS,
-    EMBEDDED_DRAFT,
-    EMBEDDED_EAGLE,
-    domain_prompts,
-    encode,
-    load,
-)
+from hf_specgen.evaluation.workloads import DOMAINS, EMBEDDED_DRAFT, EMBEDDED_EAGLE, domain_prompts, encode, load
 
 PARAMETERS, LAYERS = 8 * 10**9, 32
 """Of a target like Llama 3.1 8B: a pass takes as long as reading so many parameters, or the launch overhead of so many

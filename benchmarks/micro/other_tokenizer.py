@@ -31,15 +31,10 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Which merges of the draft's own tokenizer are kept.
+    """Which merges of the draft's own tokenizer are kept."""
 
-    Args:
-        first: only so many, the most frequent ones; all if None.
-        removed: probability with which each of these is removed.
-    """
-
-    first: int | None = None
-    removed: float = 0.0
+    first: int | None = None  # only so many, the most frequent ones
+    removed: float = 0.0  # probability with which each of these is removed
 
 
 TOKENIZERS = {
@@ -80,15 +75,7 @@ def other_tokenizer(repeats: int, quick: bool) -> list[dict[str, Any]]:
 
 
 def with_tokenizer(tokenizer: Tokenizer, folder: Path) -> Path:
-    """Save the bundled draft model with another tokenizer; its weights are in the order of the new tokens.
-
-    Args:
-        tokenizer: which merges are kept.
-        folder: to write to.
-
-    Returns:
-        `folder`.
-    """
+    """Save the bundled draft model with another tokenizer; its weights are in the order of the new tokens."""
     shutil.copytree(EMBEDDED_DRAFT, folder)
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text(encoding="utf-8"))

@@ -20,15 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_specgen import Candidates, NgramCandidates, NgramHistory
 from hf_specgen.evaluation.published import published
-from hf_specgen.evaluation.workloads import (
-    ASSETS,
-    EMBEDDED_PROMPTS,
-    GREEDY,
-    encode,
-    everyday_prompts,
-    load,
-    read_rows,
-)
+from hf_specgen.evaluation.workloads import ASSETS, EMBEDDED_PROMPTS, GREEDY, encode, everyday_prompts, load, read_rows
 
 TRL_LEARNING_RATE = 1e-6
 LORA_LEARNING_RATE, LORA_STEPS = 2e-4, 6

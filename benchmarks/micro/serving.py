@@ -28,13 +28,7 @@ from hf_specgen import (
 from hf_specgen.call_statistics import StepRecord
 from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.cost import widen
-from hf_specgen.evaluation.workloads import (
-    DOMAINS,
-    EMBEDDED_DRAFT,
-    EMBEDDED_EAGLE,
-    domain_prompts,
-    load,
-)
+from hf_specgen.evaluation.workloads import DOMAINS, EMBEDDED_DRAFT, EMBEDDED_EAGLE, domain_prompts, load
 
 PARAMETERS = 300 * 10**6
 Tokens = list[list[int]]

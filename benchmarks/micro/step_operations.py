@@ -17,15 +17,7 @@ from typing import Any, cast
 from transformers import PreTrainedModel
 
 from benchmarks.harness.projection import GPU_LIKE
-from benchmarks.micro.operation_counter import (
-    BUILT,
-    COMPUTING,
-    KINDS,
-    READS,
-    counting,
-    each_step,
-    recognised_passes,
-)
+from benchmarks.micro.operation_counter import BUILT, COMPUTING, KINDS, READS, counting, each_step, recognised_passes
 from hf_specgen import (
     AdaptiveDepth,
     Candidates,
@@ -39,16 +31,7 @@ from hf_specgen import (
     RecyclingCandidates,
 )
 from hf_specgen.candidates.one_pass import DEFAULT_NODES
-from hf_specgen.evaluation.workloads import (
-    EMBEDDED_DRAFT,
-    EMBEDDED_DSPARK,
-    EMBEDDED_EAGLE,
-    EMBEDDED_HEADS,
-    GREEDY,
-    domain_prompts,
-    encode,
-    load,
-)
+from hf_specgen.evaluation import workloads
 
 MAX_TENSORS = 3
 """Goal of a step for tensors from host data."""
@@ -72,27 +55,23 @@ def _combined() -> Candidates:
 STRATEGIES = (
     Strategy("n-grams k=8", lambda: NgramCandidates(k=8), 27, 4),
     Strategy("n-grams + recycling", _combined, 45, 4),
-    Strategy("Medusa", lambda: MedusaCandidates(EMBEDDED_HEADS, tree=DEFAULT_NODES, policy=FixedDepth()), 60),
-    Strategy("DSpark", lambda: DFlashCandidates(EMBEDDED_DSPARK, k=7, tree=DEFAULT_NODES), 60),
-    Strategy("draft model k=5", lambda: DraftModelCandidates(EMBEDDED_DRAFT, k=5), 80),
-    Strategy("draft model tree=32 k=6", lambda: DraftModelCandidates(EMBEDDED_DRAFT, k=6, tree=32), 120),
-    Strategy("EAGLE-3 tree=32 k=6", lambda: EagleCandidates(EMBEDDED_EAGLE, k=6, tree=32), 120),
-    Strategy("EAGLE-3 k=auto", lambda: EagleCandidates(EMBEDDED_EAGLE, policy=AdaptiveDepth(GPU_LIKE)), 120),
+    Strategy("Medusa", lambda: MedusaCandidates(workloads.EMBEDDED_HEADS, tree=DEFAULT_NODES, policy=FixedDepth()), 60),
+    Strategy("DSpark", lambda: DFlashCandidates(workloads.EMBEDDED_DSPARK, k=7, tree=DEFAULT_NODES), 60),
+    Strategy("draft model k=5", lambda: DraftModelCandidates(workloads.EMBEDDED_DRAFT, k=5), 80),
+    Strategy("draft model tree=32 k=6", lambda: DraftModelCandidates(workloads.EMBEDDED_DRAFT, k=6, tree=32), 120),
+    Strategy("EAGLE-3 tree=32 k=6", lambda: EagleCandidates(workloads.EMBEDDED_EAGLE, k=6, tree=32), 120),
+    Strategy("EAGLE-3 k=auto", lambda: EagleCandidates(workloads.EMBEDDED_EAGLE, policy=AdaptiveDepth(GPU_LIKE)), 120),
 )
 
 
 def step_operations(repeats: int, quick: bool, prompt: str = "", max_new_tokens: int = 80) -> list[dict[str, Any]]:
     """Counts per step, and the time that drafting and the loop take outside of forward passes.
 
-    Args:
-        repeats: of what is timed.
-        quick: whether to time one call only, of at most 24 tokens.
-        prompt: the text to continue; left out, the first bundled prompt of the domain json.
-        max_new_tokens: of each call.
+    `prompt` is the text to continue; left out, it is the first bundled prompt of the domain json.
     """
-    model, tokenizer = load(device="cpu")
-    texts = [prompt] if prompt else domain_prompts()["json"][:1]
-    arguments = {**next(encode(tokenizer, texts, 1)), **GREEDY}
+    model, tokenizer = workloads.load(device="cpu")
+    texts = [prompt] if prompt else workloads.domain_prompts()["json"][:1]
+    arguments = {**next(workloads.encode(tokenizer, texts, 1)), **workloads.GREEDY}
     arguments["max_new_tokens"] = min(24, max_new_tokens) if quick else max_new_tokens
     rows = []
     for strategy in STRATEGIES:

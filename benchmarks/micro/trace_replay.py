@@ -24,18 +24,12 @@ BASELINE = "prompt lookup n=2"
 Scripts = Sequence[tuple[list[int], list[int]]]
 
 
-def trace_replay(repeats: int, quick: bool = False, texts: int | None = None) -> list[dict[str, Any]]:
-    """Tokens per forward pass, and their ratio to prompt lookup. Counted, so one run is exact.
-
-    Args:
-        repeats: has no effect.
-        quick: replay five texts of each file.
-        texts: number of texts of each file; all if None.
-    """
+def trace_replay(repeats: int, quick: bool) -> list[dict[str, Any]]:
+    """Tokens per forward pass, and their ratio to prompt lookup. Counted, so one run is exact."""
     _, tokenizer = load()
     rows = []
     for file in sorted(TRACES.glob("*.jsonl")):
-        scripts = load_scripts(file, tokenizer)[: 5 if quick else texts]
+        scripts = load_scripts(file, tokenizer)[: 5 if quick else None]
         values = {
             name: tokens_per_forward(scripts, len(tokenizer), arguments) for name, arguments in _variants().items()
         }
@@ -58,15 +52,9 @@ def _variants() -> dict[str, Arguments]:
 
 
 def tokens_per_forward(scripts: Scripts, vocab_size: int, arguments: Arguments) -> float:
-    """Tokens per forward pass of the target, its prefill included, over all scripts.
+    """Tokens per forward pass of the target, its prefill included, over all scripts: prompt and answer as token ids.
 
-    Args:
-        scripts: prompt and answer of each recording, as token ids.
-        vocab_size: of their tokenizer.
-        arguments: returns the arguments of `generate`; called for each script.
-
-    Raises:
-        AssertionError: if the output is not the recorded text.
+    `arguments` returns those of `generate`, and is called for each script. The output has to be the recorded text.
     """
     target = ScriptedTarget(vocab_size)
     tokens = 0

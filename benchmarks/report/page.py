@@ -18,15 +18,7 @@ FOLDER = Path(__file__).parent
 
 
 def write(result: dict[str, Any], folder: Path) -> Path:
-    """Write `report.json`, `report.html` and `plots/`.
-
-    Args:
-        result: as from `results.result`.
-        folder: output folder.
-
-    Returns:
-        The path of the page.
-    """
+    """Write `report.json`, `report.html` and `plots/` of what `results.result` returned; returns the page."""
     drawn = figures(result["tables"])
     svg = save(drawn, folder / "plots")
     (folder / "report.json").write_text(json.dumps(result, indent=2), encoding="utf-8")
@@ -36,12 +28,7 @@ def write(result: dict[str, Any], folder: Path) -> Path:
 
 
 def html(result: dict[str, Any], svg: dict[str, str]) -> str:
-    """The page.
-
-    Args:
-        result: as from `results.result`.
-        svg: figures by the name of their table.
-    """
+    """The page of a result, with its figures as `<svg>` elements by the name of their table."""
     environment = Environment(
         loader=FileSystemLoader(FOLDER),
         autoescape=True,

@@ -36,12 +36,9 @@ def tables(outcome: Outcome) -> dict[str, Rows]:
 
 
 def result(outcome: Outcome, suite: str = "full", kept: Sequence[str] = ()) -> dict[str, Any]:
-    """Everything that is saved of a run, ready for JSON; the report and the tables of a README are made from it.
+    """Everything that is saved of a run, ready for JSON: the report and the tables of a README are made from it.
 
-    Args:
-        outcome: of the run.
-        suite: its name.
-        kept: tables that are saved; empty for all.
+    `kept` are the tables that are saved; empty for all.
     """
     return {
         "suite": suite,
@@ -75,12 +72,8 @@ def differing(outcome: Outcome) -> list[str]:
 def choices(result: dict[str, Any]) -> Rows:
     """The best of this package's variants over all domains, then for each; empty for a run without the table "speed".
 
-    Args:
-        result: as from `benchmarks.report.results.result`.
-
-    Returns:
-        for each domain the `variant` and the `code` that builds it, None if none is faster than plain `generate`; the
-        `speedup` of the fastest one and its 95% interval, `low` and `high`, None for too few requests.
+    Each has the `variant` and the `code` that builds it, None if none is faster than plain `generate`; the `speedup` of
+    the fastest one and its 95% interval, `low` and `high`, None for too few requests.
     """
     rows = [row for row in result["tables"].get("speed", []) if row["variant"] in result["ours"]]
     domains = sorted(dict.fromkeys(row["domain"] for row in rows), key=lambda domain: domain != ALL)

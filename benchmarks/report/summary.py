@@ -91,10 +91,7 @@ def speed(found: Sequence[Cell], first: str) -> Rows:
     """Throughput, speedup over plain decoding that runs as all other sides do, and whether tokens are the same.
 
     Where plain decoding was measured in several settings (eager, prepacked, graphs), also the ratio to the best one.
-
-    Args:
-        found: cells.
-        first: heading of the first column.
+    `first` is the heading of the first column.
     """
     rows: Rows = []
     plain = {(cell.name, cell.variant): cell.tokens_per_second for cell in found if cell.variant.startswith(PLAIN.name)}

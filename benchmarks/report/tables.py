@@ -48,10 +48,7 @@ def markdown(rows: Rows) -> str:
 def by_domain(rows: Rows, value: str = "speedup", column: str = "domain") -> Rows:
     """A row for each variant and a column for each domain, from the rows of the table "speed"; all domains first.
 
-    Args:
-        rows: of the table.
-        value: which of its columns is shown.
-        column: which of its columns is spread, such as the batch size of a sweep.
+    `value` is the column that is shown; `column` is the one that is spread, such as the batch size of a sweep.
     """
     chosen = [row for row in rows if value in row]
     domains = sorted(dict.fromkeys(row[column] for row in chosen), key=lambda domain: domain != "all")
@@ -130,15 +127,7 @@ def _sections(folder: Path) -> list[Path]:
 
 
 def collect(folder: Path, table: str = "") -> str:
-    """The Markdown of all results in a folder.
-
-    Args:
-        folder: with result files, or with folders of reports.
-        table: only this table of the reports; all tables if empty.
-
-    Raises:
-        ValueError: if there are no results, or no such table.
-    """
+    """The Markdown of all results in a folder, or of folders of reports in it; `table` selects one of the reports."""
     files = result_files(folder)
     results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     if not results:
@@ -153,11 +142,7 @@ def collect(folder: Path, table: str = "") -> str:
 
 
 def write(text: str, page: Path) -> None:
-    """Replace the text between the two markers of a Markdown file.
-
-    Raises:
-        ValueError: if the file has no markers.
-    """
+    """Replace the text between the two markers of a Markdown file."""
     old = page.read_text(encoding="utf-8")
     if BEGIN not in old or END not in old:
         raise ValueError(f"{page} has no markers for the tables; add {BEGIN} and {END}")

@@ -15,19 +15,12 @@ FIELDS = {"data", "hub", "config", "split", "revision", "where", "prompt", "turn
 
 @dataclass(frozen=True)
 class Domain:
-    """Prompts of one task, and their generation settings.
-
-    Args:
-        name: in tables.
-        conversations: the user's turns of each conversation; most have one.
-        generation: arguments of `generate`.
-        about: description in one line.
-    """
+    """Prompts of one task, and their generation settings."""
 
     name: str
-    conversations: list[list[str]]
-    generation: dict[str, Any]
-    about: str = ""
+    conversations: list[list[str]]  # the user's turns of each conversation; most have one
+    generation: dict[str, Any]  # arguments of `generate`
+    about: str = ""  # in one line
 
 
 class DomainError(ValueError):
@@ -35,11 +28,7 @@ class DomainError(ValueError):
 
 
 def names_of(wanted: Sequence[str], path: Path = CATALOGUE) -> list[str]:
-    """Names of domains, with sets expanded.
-
-    Raises:
-        DomainError: for a name that is neither a domain nor a set.
-    """
+    """Names of domains, with sets expanded; a `DomainError` for a name that is neither."""
     catalogue = _catalogue(path)
     names: list[str] = []
     for name in wanted:
@@ -51,11 +40,7 @@ def names_of(wanted: Sequence[str], path: Path = CATALOGUE) -> list[str]:
 
 
 def load_domain(name: str, path: Path = CATALOGUE) -> Domain:
-    """Read one domain.
-
-    Raises:
-        DomainError: if its description is invalid, or its data are missing or cannot be downloaded.
-    """
+    """Read one domain; a `DomainError` if its description is invalid, or its data cannot be had."""
     catalogue = _catalogue(path)
     spec = catalogue["domains"][name]
     unknown = set(spec) - FIELDS
@@ -105,8 +90,7 @@ def _read(name: str, spec: dict[str, Any], folder: Path) -> list[dict[str, Any]]
         raise DomainError(f"domain {name!r} comes from the Hub and must name its {' and '.join(missing)}")
     try:
         return cast(
-            Any,
-            datasets.load_dataset(spec["hub"], spec.get("config"), split=spec["split"], revision=spec["revision"]),
+            Any, datasets.load_dataset(spec["hub"], spec.get("config"), split=spec["split"], revision=spec["revision"])
         ).to_list()
     except Exception as error:  # datasets and the Hub's client raise what their network libraries raise
         raise DomainError(f"domain {name!r} cannot be read from {spec['hub']} (no network?): {error}") from error

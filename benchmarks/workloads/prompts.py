@@ -20,17 +20,9 @@ def first_turns(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> d
 
 
 def followups(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str]) -> list[torch.Tensor]:
-    """For every turn but the first, the tokens `[1, length]` between the previous answer and the next one.
+    """For every turn of the user but the first, the tokens `[1, length]` between the previous answer and the next one.
 
-    Args:
-        tokenizer: with a chat template.
-        turns: the user's turns.
-
-    Raises:
-        ValueError: if the template leaves earlier answers out.
-
-    Example:
-        With a template that writes `<|user|>…<|assistant|>…<|end|>`, the tokens of `<|end|><|user|>…<|assistant|>`.
+    With a template that writes `<|user|>…<|assistant|>…<|end|>`, the tokens of `<|end|><|user|>…<|assistant|>`.
     """
     found = []
     for count in range(2, len(turns) + 1):
@@ -48,20 +40,7 @@ def followups(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str]) -> list[
 def of_length(
     tokenizer: PreTrainedTokenizerBase, prompt: str, filler: Sequence[str], length: int
 ) -> dict[str, torch.Tensor]:
-    """A prompt padded on the left with other text to `length` tokens; a longer prompt loses its beginning.
-
-    Args:
-        tokenizer: of the model.
-        prompt: the end of the context.
-        filler: texts to put before it.
-        length: tokens.
-
-    Returns:
-        `input_ids` and `attention_mask` `[1, length]`.
-
-    Raises:
-        ValueError: if the filler is too short.
-    """
+    """A prompt, padded on the left with texts of `filler` to `[1, length]` tokens; a longer one loses its beginning."""
     ids = first_turns(tokenizer, [prompt])["input_ids"][0].tolist()
     before: list[int] = []
     for text in filler:

@@ -12,15 +12,7 @@ from hf_specgen.compat import CACHE
 
 
 class ScriptedTarget(PreTrainedModel, GenerationMixin):
-    """A model without layers whose logits always point to the next token of `script`.
-
-    Args:
-        vocab_size: of the tokenizer that scripts are encoded with.
-
-    Attributes:
-        script: `[length]` the text, prompt included.
-        forwards: number of forward passes so far.
-    """
+    """A model without layers whose logits always point to the next token of `script`; counts its `forwards`."""
 
     config_class = LlamaConfig
     main_input_name = "input_ids"

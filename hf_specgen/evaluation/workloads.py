@@ -25,13 +25,7 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
 
-from hf_specgen.candidates import (
-    AutoCandidates,
-    Candidates,
-    CombinedCandidates,
-    DraftModelCandidates,
-    NgramCandidates,
-)
+from hf_specgen.candidates import AutoCandidates, Candidates, CombinedCandidates, DraftModelCandidates, NgramCandidates
 from hf_specgen.candidates.combined import AUTO
 from hf_specgen.evaluation.measure import Variant
 from hf_specgen.heads.source import Source, source_errors
