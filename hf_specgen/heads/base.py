@@ -62,19 +62,12 @@ class HeadConfig:
 
 
 class HeadInputs(NamedTuple):
-    """The inputs of a pass of a head that drafts step by step.
+    """The inputs of a pass of a head that drafts step by step."""
 
-    Args:
-        embeddings: `[batch, length, hidden]` of the tokens *after* the positions.
-        hidden: `[batch, length, hidden]` combined features, or `HeadOutput.hidden` of the parents.
-        positions: `[batch, length]`.
-        mask: `[batch, 1, length, slots]`, True where a query sees a slot of the cache.
-    """
-
-    embeddings: torch.Tensor
-    hidden: torch.Tensor
-    positions: torch.Tensor
-    mask: torch.Tensor
+    embeddings: torch.Tensor  # [batch, length, hidden] of the tokens *after* the positions
+    hidden: torch.Tensor  # [batch, length, hidden] combined features, or `HeadOutput.hidden` of the parents
+    positions: torch.Tensor  # [batch, length]
+    mask: torch.Tensor  # [batch, 1, length, slots], True where a query sees a slot of the cache
 
 
 class HeadOutput(NamedTuple):
@@ -137,41 +130,16 @@ class DraftHead(nn.Module):
 
     def bind(self, target: PreTrainedModel, aux_hidden_state_layers: Sequence[int] | None = None) -> BoundHead:
         """Check that the head can draft for `target`, and share the target's weights that the head lacks."""
-        return BoundHead.of(self, target, aux_hidden_state_layers)
-
-
-@dataclass(eq=False)
-class BoundHead:
-    """A head together with the target that it drafts for; see `DraftHead.bind`.
-
-    Args:
-        head: the head; None in a captured function, which must not keep it.
-        aux_hidden_state_layers: the `hidden_states` indices that are concatenated to features.
-        embedding, output_matrix: the head's own modules, or the target's.
-        like: a parameter of the head, for dtype and device.
-        left_out: the logit of tokens that cannot be drafted.
-    """
-
-    head: Any
-    aux_hidden_state_layers: tuple[int, ...]
-    embedding: Any
-    output_matrix: Any
-    like: torch.Tensor
-    left_out: torch.Tensor
-
-    @classmethod
-    def of(cls, head: DraftHead, target: PreTrainedModel, layers: Sequence[int] | None = None) -> BoundHead:
-        """Check that the head fits the target; see `DraftHead.bind`."""
         config = text_config(target)
-        own = head.config
+        own = self.config
         embed = text_embeddings(target)
         lm_head: Any = target.get_output_embeddings()
         if lm_head is None:
             raise ValueError(f"{type(target).__name__} has no output matrix, which draft heads need")
-        ids = head.draft_to_target
+        ids = self.draft_to_target
         if ids is not None and not ids.is_meta and not 0 <= int(ids.min()) <= int(ids.max()) < own.vocab_size:
-            raise ValueError(f"draft_to_target of {type(head).__name__} has ids that are not below {own.vocab_size}")
-        shares_embeddings = head.reads_embeddings and not own.own_embeddings
+            raise ValueError(f"draft_to_target of {type(self).__name__} has ids that are not below {own.vocab_size}")
+        shares_embeddings = self.reads_embeddings and not own.own_embeddings
         comparisons = [
             ("architecture", own.target_type, config.model_type),
             ("a hidden size of", own.target_hidden_size, config.hidden_size),
@@ -181,15 +149,27 @@ class BoundHead:
             ("an output matrix of width", not own.own_lm_head and own.hidden_size, lm_head.weight.shape[1]),
         ]
         check_target(comparisons, own.base_model)
-        like = next(head.parameters())
-        return cls(
-            head,
-            _checked_layers(head, num_layers(target), layers),
-            head.embed_tokens or embed,
-            head.lm_head or lm_head,
+        like = next(self.parameters())
+        return BoundHead(
+            self,
+            _checked_layers(self, num_layers(target), aux_hidden_state_layers),
+            self.embed_tokens or embed,
+            self.lm_head or lm_head,
             like,
             like.new_full((), -torch.inf),
         )
+
+
+@dataclass(eq=False)
+class BoundHead:
+    """A head together with the target that it drafts for; see `DraftHead.bind`."""
+
+    head: Any  # None in a captured function, which must not keep it
+    aux_hidden_state_layers: tuple[int, ...]  # the `hidden_states` indices that are concatenated to features
+    embedding: Any  # the head's own, or the target's; so is the output matrix
+    output_matrix: Any
+    like: torch.Tensor  # a parameter of the head, for dtype and device
+    left_out: torch.Tensor  # the logit of tokens that cannot be drafted
 
     @property
     def weights(self) -> tuple[int, ...]:

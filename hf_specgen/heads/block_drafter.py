@@ -23,13 +23,9 @@ CLEAR_LEAD = 4
 
 @dataclass
 class ReadingEvidence:
-    """Which of two readings of a file is right, as inferred from texts: shared by all calls with a head.
+    """Which of two readings of a file is right, as inferred from texts: shared by all calls with a head."""
 
-    Args:
-        lead: how many more correct tokens the second reading has proposed than the first.
-    """
-
-    lead: int = 0
+    lead: int = 0  # how many more correct tokens the second reading has proposed than the first
 
     @property
     def is_clear(self) -> bool:

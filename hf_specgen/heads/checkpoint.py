@@ -251,10 +251,7 @@ def without_numbers(checkpoint: Checkpoint) -> Checkpoint:
 def load_adapter(module: nn.Module, source: Source, saved: Sequence[str] = ()) -> dict[str, torch.Tensor]:
     """The tensors of a plain LoRA adapter by their names in the module, with `lora_B` scaled.
 
-    Args:
-        module: whose linear layers it adapts.
-        source: where it lies.
-        saved: submodules of which it may hold whole new weights.
+    It adapts linear layers, and may hold whole new weights of the submodules `saved`.
     """
     path, weights = (
         source.required_file(name, "; copy the whole adapter there") for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)

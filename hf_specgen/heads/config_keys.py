@@ -164,12 +164,9 @@ def with_layers_of_qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_keys(config: Mapping[str, Any], head: Set[str], further: Set[str] = frozenset()) -> None:
-    """Raise a `ValueError` for the first key whose value may change the computation, and is not read.
+    """Raise a `ValueError` for the first key of config.json whose value may change the computation, and is not read.
 
-    Args:
-        config: the content of config.json.
-        head: keys that the reader of the format reads beside those of its layers.
-        further: keys that it reads of its layers beside those of Llama, Qwen3, Gemma 4 and DeepSeek.
+    Beside the keys of `head`, those of layers of Llama, Qwen3, Gemma 4 and DeepSeek are read, and `further` ones.
     """
     nested = next((config[name] for name in sorted(LAYER_OBJECTS) if isinstance(config.get(name), dict)), None)
     of_layers = config if nested is None else nested

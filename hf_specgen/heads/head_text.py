@@ -9,21 +9,13 @@ import torch
 
 
 class NewFeatures(NamedTuple):
-    """What a head has not processed: the target's hidden states of accepted tokens, and the token after each.
+    """What a head has not processed: the target's hidden states of accepted tokens, and the token after each."""
 
-    Args:
-        features: of each row `[new, layers * target_hidden]`; none of a row that has ended.
-        tokens: of each row the token after each of these positions.
-        active: whether each row has not ended.
-        restarted: rows whose text exceeds the draft window, of which the head reads the window from its start.
-        is_first: whether nothing was taken before, so that the texts are the prompts.
-    """
-
-    features: list[torch.Tensor]
-    tokens: list[list[int]]
-    active: list[bool]
-    restarted: Sequence[int] = ()
-    is_first: bool = False
+    features: list[torch.Tensor]  # [new, layers * target_hidden] of each row; none of a row that has ended
+    tokens: list[list[int]]  # of each row the token after each of these positions
+    active: list[bool]  # whether each row has not ended
+    restarted: Sequence[int] = ()  # rows whose text exceeds the draft window, which the head reads from its start
+    is_first: bool = False  # whether nothing was taken before, so that the texts are the prompts
 
 
 class FeatureSource(Protocol):
@@ -46,36 +38,23 @@ class FeatureSource(Protocol):
 
 
 class HeadText(NamedTuple):
-    """New text of the rows for one draft, see `NewFeatures`.
-
-    Args:
-        depths: maximum depth of each row's draft.
-        passes: tokens, over all rows, of the passes that process the text; none for the prompts.
-    """
+    """New text of the rows for one draft, see `NewFeatures`."""
 
     features: list[torch.Tensor]
     tokens: list[list[int]]
     active: list[bool]
-    depths: Sequence[int] = ()
-    passes: Sequence[int] = ()
+    depths: Sequence[int] = ()  # maximum depth of each row's draft
+    passes: Sequence[int] = ()  # tokens, over all rows, of the passes that process the text; none for the prompts
 
 
 class StateText(NamedTuple):
-    """The last token of each row for one draft, with the target's hidden states that chose it.
+    """The last token of each row for one draft, with the target's hidden states that chose it."""
 
-    Args:
-        states: `[batch, layers * target_hidden]`.
-        pending: the last token of each row.
-        rows: the rows that have not been dropped.
-        depths: maximum depth of each row's draft.
-        passes: tokens, over all rows, of each pass that reads them.
-    """
-
-    states: torch.Tensor
-    pending: list[int]
-    rows: Sequence[int]
-    depths: Sequence[int] = ()
-    passes: Sequence[int] = ()
+    states: torch.Tensor  # [batch, layers * target_hidden]
+    pending: list[int]  # the last token of each row
+    rows: Sequence[int]  # that have not been dropped
+    depths: Sequence[int] = ()  # maximum depth of each row's draft
+    passes: Sequence[int] = ()  # tokens, over all rows, of each pass that reads them
 
 
 class StateSource(Protocol):

@@ -29,21 +29,13 @@ NORM = re.compile(r"norm(\.\d+)?\.weight$")
 
 @dataclass(frozen=True)
 class FoldedOptions:
-    """What is changed in the weights of a file for layers that know none of these options.
+    """What is changed in the weights of a file for layers that know none of these options."""
 
-    Attributes:
-        head_dim: channels of an attention head.
-        rotated: how many of the first ones are rotated.
-        neighbouring_pairs: whether channels (2i, 2i + 1) are rotated as a pair; else channels i and i + rotated / 2.
-        norms_add_one: the factor of a norm is 1 + weight.
-        value_scale: factor of the values.
-    """
-
-    head_dim: int
-    rotated: int
-    neighbouring_pairs: bool = False
-    norms_add_one: bool = False
-    value_scale: float = 1.0
+    head_dim: int  # channels of an attention head
+    rotated: int  # how many of the first ones are rotated
+    neighbouring_pairs: bool = False  # channels (2i, 2i + 1) are rotated as a pair; else i and i + rotated / 2
+    norms_add_one: bool = False  # the factor of a norm is 1 + weight
+    value_scale: float = 1.0  # factor of the values
 
     def fold(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """A weight as the layers need it; `name` is that in our modules."""
@@ -86,15 +78,9 @@ def rotates_neighbours(target: PreTrainedModel) -> bool:
 
 
 def rotary_parameters(layers: Fields, head: Fields, head_dim: int) -> dict[str, Any]:
-    """Rotary parameters in the form of Transformers 5; by default base 10,000, as EAGLE has.
+    """Rotary parameters in the form of Transformers 5, from the configs of the layers and of the head.
 
-    Args:
-        layers: the config of the layers.
-        head: the config of the head, with the fields in its `dflash_config`.
-        head_dim: channels of an attention head.
-
-    Returns:
-        The parameters, with `rope_dim` if fewer channels than `head_dim` are rotated.
+    By default the base is 10,000, as in EAGLE. They have `rope_dim` if fewer channels than `head_dim` are rotated.
     """
     rope = {name: value for part in ("rope_scaling", "rope_parameters") for name, value in _of_one_kind(layers, part)}
     rope_type = rope.pop("type", None)

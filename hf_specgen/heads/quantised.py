@@ -54,15 +54,9 @@ FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def dequantised(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Checkpoint:
     """A checkpoint whose quantised weights are replaced by ordinary ones, which are computed when they are read.
 
-    Args:
-        checkpoint: a head or MTP layers.
-        dtype: of the weights that were quantised; None: float32 for fp8, else the dtype that the library returns.
-
-    Returns:
-        the new checkpoint; `checkpoint` itself if it has no weights that a method of `QUANTISED` has quantised.
-
-    Raises:
-        ValueError: if the library of the method is not installed, or fails to read a weight.
+    They get the dtype; without one float32 for fp8, else what the library returns. A checkpoint without weights that a
+    method of `QUANTISED` has quantised is returned as it is. Raises a `ValueError` if the method's library is missing,
+    or fails to read a weight.
     """
     config = quantisation(checkpoint)
     fp8 = any(name.endswith("_scale_inv") for name in checkpoint.tensors)
@@ -78,7 +72,9 @@ def dequantised(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Che
             names = [name for name in tensors if name == stem or name.startswith(f"{stem}_")]
             parts = {name.removeprefix(stem): tensors.pop(name) for name in names if name != f"{stem}_bias"}
             weight = reader(config, stem, parts)
-            tensors[weight.name] = weight if dtype is None else _cast(weight, dtype)
+            if dtype is not None:
+                weight = weight._replace(dtype=dtype, read=lambda read=weight.read: read().to(dtype))
+            tensors[weight.name] = weight
     except ImportError:
         raise ValueError(f"the weights are quantised; install {method} to read them") from None
     except Exception as error:  # whatever the library raises for what it cannot work with
@@ -91,10 +87,6 @@ def quantisation(checkpoint: Checkpoint) -> Fields:
     config = Fields(checkpoint.config)
     outer = config.nested("quantization_config")
     return outer if outer.values else config.nested("text_config").nested("quantization_config")
-
-
-def _cast(info: TensorInfo, dtype: torch.dtype) -> TensorInfo:
-    return info._replace(dtype=dtype, read=lambda: info.read().to(dtype))
 
 
 def _fp8(config: Fields, name: str, parts: Mapping[str, TensorInfo]) -> TensorInfo:

@@ -136,10 +136,8 @@ class CapturedFunctions:
     def capture_if_due(self, run: _Run, call: CallGraphs) -> Graph | None:
         """A new graph for a run; None if it is not due, or the function cannot be captured.
 
-        Raises:
-            ValueError: with the mode "graphs", if a function that is not optional cannot be captured, or its graph
-                computes something else.
-            torch.OutOfMemoryError: instead of it, if the graph does not fit into memory.
+        With the mode "graphs" it raises as `give_up` does, if a function that is not optional cannot be captured, or
+        its graph computes something else.
         """
         buffers = self.buffers.of_cache(run.cache)
         self._runs[run.key] += 1
@@ -218,12 +216,8 @@ class CapturedFunctions:
 class CallGraphs:
     """The captured functions of a module as one call uses them.
 
-    Args:
-        module: whose functions they are.
-        functions: shared by all calls.
-        mode: "graphs" captures a function when it first runs with inputs of a shape, and raises if that fails; "auto"
-            captures it after `EAGER_PASSES` runs, and goes on eagerly if that fails.
-        capture_now: whether "auto" captures at the first run too.
+    The mode "graphs" captures a function when it first runs with inputs of a shape, and raises if that fails. "auto"
+    captures it after `EAGER_PASSES` runs, or at once with `capture_now`, and goes on eagerly if that fails.
     """
 
     module: nn.Module
@@ -263,15 +257,12 @@ class CallGraphs:
         """The outputs of a function that appends so many slots to each row of a cache.
 
         Args:
-            function: what runs as a graph, if there is one or it is due to be captured.
+            function: what runs as a graph, if there is one or it is due, see `CapturedFunctions.capture_if_due`.
             inputs: of the function.
             cache: of the call, in static buffers since `capacity`.
             slots: how many slots the function writes after each row.
-            fallback: called where there is no graph, for the value to return: runs the function eagerly on the cache of
-                the call; or does nothing and returns None, for callers that then make the passes themselves.
-
-        Raises:
-            ValueError, torch.OutOfMemoryError: see `CapturedFunctions.capture_if_due`.
+            fallback: called where there is no graph, for the value to return: runs the function eagerly on the cache
+                of the call; or does nothing and returns None, for callers that then make the passes themselves.
         """
         run = _Run(function, inputs, cache, slots, fallback)
         with self.functions.lock:

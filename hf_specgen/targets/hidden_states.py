@@ -34,20 +34,15 @@ class StepStates:
 
     A pass and a commit make a new value, so that a copy of a target, or one whose attributes are restored, has the
     states of before.
-
-    Args:
-        layers: the captured layers, as in `TargetRequirements`.
-        states: `[batch, positions, layers * hidden]` of the pass, those of a prompt first.
-        slots: how many positions at the end of the pass are those of the step.
-        kept: the slots that were kept, by row.
-        last: `[batch, layers * hidden]` those that chose each row's last token.
     """
 
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # the captured ones, as in `TargetRequirements`
     states: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
-    slots: int = 0
-    kept: tuple[tuple[int, ...], ...] = ()
+    """`[batch, positions, layers * hidden]` of the pass, those of a prompt first."""
+    slots: int = 0  # how many positions at the end of the pass are those of the step
+    kept: tuple[tuple[int, ...], ...] = ()  # the slots that were kept, by row
     last: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """`[batch, layers * hidden]` those that chose each row's last token."""
 
     def after_prefill(self, states: torch.Tensor) -> StepStates:
         """Those of the prompt, whose last position counts as the step."""
@@ -194,17 +189,11 @@ def _module_of(model: PreTrainedModel, index: int) -> tuple[nn.Module, bool]:
 
 @dataclass(frozen=True)
 class HookedPass(ModelPass):
-    """A `ModelPass` that also returns the hidden states of some layers; equal for equal layers, as graphs need.
-
-    Args:
-        layers: the captured layers.
-        points: where their states are computed in the target.
-        device: where the states go.
-    """
+    """A `ModelPass` that also returns the hidden states of some layers; equal for equal layers, as graphs need."""
 
     layers: tuple[int, ...]
-    points: tuple[HookPoint, ...] = field(compare=False)
-    device: torch.device = field(compare=False)
+    points: tuple[HookPoint, ...] = field(compare=False)  # where their states are computed in the target
+    device: torch.device = field(compare=False)  # where the states go
 
     def __call__(self, module: Any, inputs: dict[str, Any], cache: Any) -> PassOutput:
         with captured_states(self.points, self.device) as captured:

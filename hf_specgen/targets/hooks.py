@@ -212,16 +212,13 @@ class WatchedHooks:
             result = function(*args, **kwargs)
             after = function_state(function)
             has_changed_results = result is not None or _versions((args, kwargs)) != versions
-            if (after != state and has_changed_results) or (changes_values(state, after) and returns_value):
+            # Added values are records, such as the shapes of all passes.
+            has_changed_values = after != state and len(after) == len(state)
+            if (after != state and has_changed_results) or (has_changed_values and returns_value):
                 self.keep_state = True
             return result
 
         return call
-
-
-def changes_values(before: tuple[Hashable, ...], after: tuple[Hashable, ...]) -> bool:
-    """Whether a function has changed plain values; added ones are records, such as the shapes of all passes."""
-    return before != after and len(before) == len(after)
 
 
 def may_return_a_value(function: Any) -> bool:

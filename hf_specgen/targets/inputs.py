@@ -279,14 +279,15 @@ def _cache_problem(
     new = math.inf if generation_config.max_length is None else int(generation_config.max_length) - columns
     cached = int(given.get_seq_length()) if layer_kinds(config) else 0  # caches of states alone have no length
     text = compat.mask_columns(generation_config, mask) or cached + columns
-    limits = [layer.max_cache_len for layer in layers if isinstance(layer, StaticLayer) and _is_limited(layer)]
+    static = [layer for layer in layers if isinstance(layer, StaticLayer)]
+    # Other sliding layers hold the window before any number of tokens.
+    limits = [layer.max_cache_len for layer in static if not layer.is_sliding or layer.is_croppable]
     if limits and text + new - 1 > min(limits):
         return (
             f"the StaticCache has {min(limits)} slots, and a text of {text} tokens with {new} new ones may need "
             f"{text + new - 1}; give a longer cache or less max_new_tokens"
         )
-    is_static = any(isinstance(layer, StaticLayer) for layer in layers)
-    if is_static and isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask[:, -1].all():
+    if static and isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask[:, -1].all():
         return "a prompt of nothing but padding attends to every slot of a StaticCache; leave out one of the two"
     kept = min((layer.residual_length for layer in layers if isinstance(layer, QuantizedLayer)), default=None)
     if rows > 1 and kept is not None and new > (0 if cached else kept):
@@ -296,11 +297,6 @@ def _cache_problem(
             'or cache_config={"backend": "fp8"}'
         )
     return None
-
-
-def _is_limited(layer: StaticLayer) -> bool:
-    """Whether a layer holds a number of tokens, not the window before any number of them."""
-    return not layer.is_sliding or layer.is_croppable
 
 
 def _layer_types(cache: Cache) -> list[type]:

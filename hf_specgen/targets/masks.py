@@ -42,21 +42,13 @@ function, so that a tree needs no block mask of its own."""
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Where a step's tokens lie in the cache and in the draft tree; the last of them are queries.
+    """Where a step's tokens lie in the cache and in the draft tree; the last of them are queries."""
 
-    Args:
-        starts: the first slot of the step's tokens: a number if all rows have the same, otherwise `[batch, 1]`.
-        width: how many slots attention reads.
-        depths: `[batch, tokens]` in the tree.
-        ancestors: `[batch, queries, tokens]` bool.
-        visible: `[batch, slots]` bool, False for padding.
-    """
-
-    starts: int | torch.Tensor
-    width: int
-    depths: torch.Tensor
-    ancestors: torch.Tensor
-    visible: torch.Tensor | None = None
+    starts: int | torch.Tensor  # the first slot of the step's tokens: a number for all rows, otherwise [batch, 1]
+    width: int  # how many slots attention reads
+    depths: torch.Tensor  # [batch, tokens] in the tree
+    ancestors: torch.Tensor  # [batch, queries, tokens] bool
+    visible: torch.Tensor | None = None  # [batch, slots] bool, False for padding
 
     @classmethod
     def after(

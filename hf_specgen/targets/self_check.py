@@ -44,18 +44,11 @@ MAX_RESULTS = 64
 
 
 class Trial(NamedTuple):
-    """A comparison of plain decoding with decoding by drafts.
+    """A comparison of plain decoding with decoding by drafts."""
 
-    Args:
-        key: what distinguishes the trial from others of the model.
-        call: makes the prompt that is decoded.
-        reason: says how the two ways differ, with `{}` for what was found.
-        remedy: what the caller can do if they differ.
-    """
-
-    key: tuple[Any, ...]
-    call: Callable[[], PreparedCall]
-    reason: str = "{}"
+    key: tuple[Any, ...]  # what distinguishes the trial from others of the model
+    call: Callable[[], PreparedCall]  # makes the prompt that is decoded
+    reason: str = "{}"  # how the two ways differ, with `{}` for what was found
     remedy: str = "call generate() without candidate_generator="
 
 

@@ -37,11 +37,6 @@ class BufferSet:
         """By the keys of runs, the one that was not used for longest first."""
         self.cache: weakref.ref[RaggedCache] | None = None
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no call uses the buffers."""
-        return self.cache is None or self.cache() is None
-
 
 class GraphBuffers:
     """The buffers for the calls of one module, used again by later calls of the same shape.
@@ -85,7 +80,7 @@ class GraphBuffers:
     def _idle_buffers(self, tensors: Buffers, capacity: int) -> BufferSet:
         """Idle buffers like these tensors, with this capacity, or new ones; drops the sets that were idle longest."""
         layout = _layout(tensors, capacity)
-        idle = [buffers for buffers in self.sets if buffers.is_idle]
+        idle = [buffers for buffers in self.sets if buffers.cache is None or buffers.cache() is None]
         for buffers in idle:
             if _layout(buffers.tensors, buffers.tensors[0][0].shape[2]) == layout:
                 # To the end of the list, as the last one to be dropped.
