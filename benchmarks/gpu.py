@@ -24,17 +24,12 @@ LEAST_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the run.
+    """A part of the run."""
 
-    Args:
-        name: in the summary.
-        limit: seconds after which it is ended.
-        commands: arguments of `python` for each process, given the folder for results and the seconds left for it.
-    """
-
-    name: str
-    limit: float
+    name: str  # in the summary
+    limit: float  # seconds after which it is ended
     commands: Callable[[Path, float], list[list[str]]]
+    """Arguments of `python` for each process, given the folder for results and the seconds left for it."""
 
 
 def _micro(name: str, *options: str) -> Callable[[Path, float], list[list[str]]]:

@@ -34,6 +34,8 @@ from hf_specgen.cli.generate import answer_missing, read_answers, write_rows
 
 Numbered = Sequence[tuple[int, Row]]
 """Rows with their numbers, which decide the seeds of their answers."""
+OTHERS = ["output", "drafter", "batch_size", "prompts", "data_split", "data_config", "exclude", "limit", "per_domain"]
+"""Arguments on which no answer depends."""
 ROWS_IN_ORDER = 512
 """Rows that are answered before any of the next ones."""
 
@@ -67,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows, generate = chosen_prompts(args), ask_server if args.server else local_answers
     parts = folder_of(args)
     try:
-        done = answer_missing(parts, list(rows), lambda mine, rate: generate(args, [(n, rows[n]) for n in mine], rate))
+        done = answer_missing(parts, list(rows), lambda mine: generate(args, [(n, rows[n]) for n in mine]))
     except KeyboardInterrupt:
         kept = len(read_answers(parts).keys() & rows.keys())
         raise KeyboardInterrupt(f"stopped; {kept} of {len(rows)} answers are kept: the same command goes on") from None
@@ -78,14 +80,14 @@ def main(arguments: list[str] | None = None) -> None:
         state.print(f"{args.output}: {len(rows)} answers {dict(Counter(map(domain_of, rows.values())))}")
 
 
-def local_answers(args: AnswerArguments, rows: Numbered, streamer: Any = None) -> Iterator[tuple[int, Row]]:
+def local_answers(args: AnswerArguments, rows: Numbered) -> Iterator[tuple[int, Row]]:
     """Answers of the target in this process, by speculative decoding."""
     chat = ChatFormat(AutoTokenizer.from_pretrained(args.target), args.chat_template_kwargs)
     model: Any = AutoModelForCausalLM.from_pretrained(args.target, **args.target_kwargs).eval()
     if not {"device_map", "quantization_config"} & args.target_kwargs.keys():
         model = model.to(PartialState().device)
     candidates = AutoCandidates.from_pretrained(args.drafter) if args.drafter else "auto"
-    call = {"max_new_tokens": args.max_new_tokens, "max_rows": args.batch_size, "streamer": streamer}
+    call = {"max_new_tokens": args.max_new_tokens, "max_rows": args.batch_size}
     return answer_rows(model, chat, rows, candidates, args.seed * 1_000_003, args.generation, **call)
 
 
@@ -134,7 +136,7 @@ def generation_of(generation: dict[str, Any], row: Row) -> dict[str, Any]:
     return dict(generation.get(domain_of(row), generation.get("default", {})))
 
 
-def ask_server(args: AnswerArguments, rows: Numbered, streamer: Any = None) -> Iterator[tuple[int, Row]]:
+def ask_server(args: AnswerArguments, rows: Numbered) -> Iterator[tuple[int, Row]]:
     """Answers of an OpenAI-compatible server, to `batch_size` prompts at the same time."""
     client = InferenceClient(base_url=args.server)
     extra = {"chat_template_kwargs": dict(args.chat_template_kwargs)} if args.chat_template_kwargs else None
@@ -179,18 +181,7 @@ def _key(row: Row) -> str:
 
 def folder_of(args: AnswerArguments) -> Path:
     """The folder for answers of an unfinished run, named by the settings that they depend on."""
-    others = {
-        "output",
-        "drafter",
-        "batch_size",
-        "prompts",
-        "data_split",
-        "data_config",
-        "exclude",
-        "limit",
-        "per_domain",
-    }
-    settings = {name: value for name, value in asdict(args).items() if name not in others}
+    settings = {name: value for name, value in asdict(args).items() if name not in OTHERS}
     return Path(f"{args.output}.{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]}.parts")
 
 

@@ -65,17 +65,16 @@ def compare(
 ) -> dict[str, Any]:
     """A task evaluated without and with `attach(model, "auto")`, in turns; the shortest time of each counts."""
     seconds = [float("inf"), float("inf")]
-    evaluate(model, tokenizer, task, batch_size, limit=1)  # not counted, as the first call of the strategy below
-    with attached(model, "auto"):
-        evaluate(model, tokenizer, task, batch_size, limit=1)
-    for _ in range(repeats):
+    for turn in range(1 + repeats):  # the first one is short and not counted
+        limit = None if turn else 1
         begin = perf_counter()
-        score, answers = evaluate(model, tokenizer, task, batch_size)
-        seconds[0] = min(seconds[0], perf_counter() - begin)
+        score, answers = evaluate(model, tokenizer, task, batch_size, limit)
+        middle = perf_counter()
         with attached(model, "auto") as totals:
-            begin = perf_counter()
-            our_score, our_answers = evaluate(model, tokenizer, task, batch_size)
-            seconds[1] = min(seconds[1], perf_counter() - begin)
+            our_score, our_answers = evaluate(model, tokenizer, task, batch_size, limit)
+        if turn:
+            seconds[0] = min(seconds[0], middle - begin)
+            seconds[1] = min(seconds[1], perf_counter() - middle)
     return {
         "task": task.name,
         "items": len(task.rows),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,18 +116,10 @@ def _folded(rows: Rows) -> str:
     return "\n\n".join([*visible, *folded])
 
 
-def result_files(folder: Path) -> Sequence[Path]:
-    """The result files of a folder: reports of suites first."""
-    return [*sorted(folder.glob("report.json")), *sorted(folder.glob("*/report.json")), *_sections(folder)]
-
-
-def _sections(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*.json") if path.name != "report.json")
-
-
 def collect(folder: Path, table: str = "") -> str:
     """The Markdown of all results in a folder, or of folders of reports in it; `table` selects one of the reports."""
-    files = result_files(folder)
+    files = [*sorted(folder.glob("report.json")), *sorted(folder.glob("*/report.json"))]  # reports of suites first
+    files += sorted(path for path in folder.glob("*.json") if path.name != "report.json")
     results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     if not results:
         raise ValueError(f"there are no results in {folder}")

@@ -15,7 +15,6 @@ from zlib import crc32
 import torch
 from accelerate import PartialState
 from tqdm.auto import tqdm
-from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen.batching.many_prompts import generate_many
 from hf_specgen.call_statistics import Statistics
@@ -49,11 +48,10 @@ def show(settings: GenerateSettings) -> None:
     arguments = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
     arguments |= {"policy": FixedDepth(0)} if settings.plain else {}
 
-    def answers(numbers: list[int], streamer: Any) -> Iterator[tuple[int, str]]:
+    def answers(numbers: list[int]) -> Iterator[tuple[int, str]]:
         prompts = (tokenizer(texts[number], add_special_tokens=special)["input_ids"] for number in numbers)
         seeds = [settings.seed + number for number in numbers]
-        call = {"max_rows": settings.batch_size, "streamer": streamer, **arguments}
-        for found in generate_many(model, prompts, strategy, seed=seeds, **call):
+        for found in generate_many(model, prompts, strategy, max_rows=settings.batch_size, seed=seeds, **arguments):
             counts.append(len(found.tokens))
             yield numbers[found.index], str(tokenizer.decode(found.tokens, skip_special_tokens=True))
 
@@ -81,12 +79,12 @@ def explanation(counts: Statistics, rows: int) -> str:
 
 
 def answer_missing(
-    parts: Path, numbers: Sequence[int], answer: Callable[[list[int], Any], Iterator[tuple[int, Any]]]
+    parts: Path, numbers: Sequence[int], answer: Callable[[list[int]], Iterator[tuple[int, Any]]]
 ) -> dict[int, Any]:
     """Answers by number: those that earlier runs kept in a folder, and those that are missing there.
 
-    The processes divide the missing ones; `answer` takes their numbers and a `streamer` of `generate_many`, and yields
-    them with their numbers; each is written at once.
+    The processes divide the missing ones; `answer` takes their numbers, and yields them with their numbers; each is
+    written at once.
     """
     processes = PartialState()
     known = read_answers(parts)
@@ -98,45 +96,10 @@ def answer_missing(
     mine = missing[processes.process_index :: processes.num_processes]
     with (parts / f"process-{processes.process_index}.jsonl").open("a", encoding="utf-8") as file:
         file.write("\n")  # the last line may have been cut off
-        with tqdm(total=len(mine), disable=not processes.is_main_process, unit="prompt") as bar:
-            for one in answer(mine, TokenRate(bar)):
-                print(json.dumps(one), file=file, flush=True)
-                bar.update()
+        for one in tqdm(answer(mine), total=len(mine), disable=not processes.is_main_process, unit="prompt"):
+            print(json.dumps(one), file=file, flush=True)
     processes.wait_for_everyone()
     return read_answers(parts)
-
-
-class TokenRate:
-    """Shows on a progress bar the tokens per second of all prompts, whose streamers it makes."""
-
-    def __init__(self, bar: Any):
-        self._bar, self._tokens, self._begin, self._shown = bar, 0, perf_counter(), 0.0
-
-    def __call__(self, index: int) -> BaseStreamer:
-        return _Counter(self)
-
-    def add(self, tokens: int) -> None:
-        """Count tokens; the bar is written anew at most once a second."""
-        self._tokens, now = self._tokens + tokens, perf_counter()
-        if now - self._shown > 1:
-            self._shown = now
-            self._bar.set_postfix_str(f"{self._tokens / (now - self._begin):.0f} tokens/s")
-
-
-class _Counter(BaseStreamer):
-    """Counts the tokens of one prompt; the first call has the prompt itself."""
-
-    _is_prompt = True
-
-    def __init__(self, rate: TokenRate):
-        self._rate = rate
-
-    def put(self, value: torch.Tensor) -> None:
-        self._rate.add(0 if self._is_prompt else value.numel())
-        self._is_prompt = False
-
-    def end(self) -> None:
-        pass
 
 
 def read_answers(parts: Path) -> dict[int, Any]:
