@@ -12,6 +12,7 @@ Sources: DFlash (2026), https://arxiv.org/abs/2602.06036; JetSpec (2026), https:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -90,10 +91,7 @@ def _training_mask(kind: BlockAttention, batch: Batch, roots: torch.Tensor, bloc
     return block_mask(batch, roots, inside.tril() if kind.causal else inside)
 
 
-def main(arguments: list[str] | None = None) -> tuple[float, int] | None:
-    """What the script does: `training.run` parses, checks, loads, trains, saves and measures."""
-    return run(BlockDrafter, BlockArguments, __doc__, arguments)
-
+main = partial(run, BlockDrafter, BlockArguments, __doc__)
 
 if __name__ == "__main__":
     launch(main)

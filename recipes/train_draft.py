@@ -113,10 +113,7 @@ def from_layers(target: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
     return cast(PreTrainedModel, draft)
 
 
-def main(arguments: list[str] | None = None) -> tuple[float, int] | None:
-    """What the script does: `training.run` parses, checks, loads, trains, saves and measures."""
-    return run(ModelDrafter, DraftArguments, __doc__, arguments)
-
+main = partial(run, ModelDrafter, DraftArguments, __doc__)
 
 if __name__ == "__main__":
     launch(main)

@@ -13,6 +13,7 @@ cross-entropy of the confidence, each weighted by exp(-depth / 4).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -99,10 +100,7 @@ def _without_correction(head: DSparkHead) -> DSparkHead:
     return head
 
 
-def main(arguments: list[str] | None = None) -> tuple[float, int] | None:
-    """What the script does: `training.run` parses, checks, loads, trains, saves and measures."""
-    return run(SparkDrafter, SparkArguments, __doc__, arguments)
-
+main = partial(run, SparkDrafter, SparkArguments, __doc__)
 
 if __name__ == "__main__":
     launch(main)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -144,10 +145,7 @@ def _known_positions(bound: BoundHead, batch: Batch, features: torch.Tensor, cac
     return head(HeadInputs(following, head.combine(features), batch["position_ids"], mask), cache)
 
 
-def main(arguments: list[str] | None = None) -> tuple[float, int] | None:
-    """What the script does: `training.run` parses, checks, loads, trains, saves and measures."""
-    return run(EagleDrafter, EagleArguments, __doc__, arguments)
-
+main = partial(run, EagleDrafter, EagleArguments, __doc__)
 
 if __name__ == "__main__":
     launch(main)

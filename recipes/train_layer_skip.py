@@ -8,6 +8,7 @@ An adapter is a copy of the target's final norm and a LoRA matrix on its output 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,10 +69,7 @@ class ExitDrafter(Drafter):
         save_exit_head(self.adapter, folder, self.target, self.args.target)
 
 
-def main(arguments: list[str] | None = None) -> tuple[float, int] | None:
-    """What the script does: `training.run` parses, checks, loads, trains, saves and measures."""
-    return run(ExitDrafter, ExitArguments, __doc__, arguments)
-
+main = partial(run, ExitDrafter, ExitArguments, __doc__)
 
 if __name__ == "__main__":
     launch(main)

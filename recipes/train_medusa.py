@@ -89,10 +89,7 @@ def following_tokens(batch: Batch, heads: MedusaHeads) -> torch.Tensor:
     return torch.stack([ids.roll(-after, dims=1)[predicts] for after in range(1, heads.config.num_heads + 1)], dim=1)
 
 
-def main(arguments: list[str] | None = None) -> tuple[float, int] | None:
-    """What the script does: `training.run` parses, checks, loads, trains, saves and measures."""
-    return run(MedusaDrafter, MedusaArguments, __doc__, arguments)
-
+main = partial(run, MedusaDrafter, MedusaArguments, __doc__)
 
 if __name__ == "__main__":
     launch(main)

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.rounds import measure_round
 from benchmarks.harness.variants import PLAIN
-from benchmarks.micro.large_target import large_setup, throughput
+from benchmarks.micro.large_target import large_setup
 from hf_specgen import Candidates, DraftSession, DraftTree, FixedDepth, NgramCandidates
 from hf_specgen.candidates.draft_batch import DraftBatch
-from hf_specgen.evaluation.measure import Sample, Variant
+from hf_specgen.evaluation.measure import Comparison, Variant, measure_call
 from hf_specgen.evaluation.workloads import domain_prompts, encode
 
 K = 12
@@ -82,14 +81,13 @@ def known_acceptance(repeats: int, quick: bool) -> list[dict[str, Any]]:
         variants = [PLAIN]
         for name, candidates in strategies.items():
             variants.append(Variant(name, partial(dict, candidate_generator=candidates, compile=mode)))
-        samples: dict[str, list[Sample]] = {variant.name: [] for variant in variants}
-        for turn in range(1 + repeats):
-            measured = measure_round(setup.model, inputs, variants, generation, turn, first=turn)
-            for name, sample in measured.items() if turn else ():  # the first round captures
-                samples[name].append(sample)
-        for name, found in samples.items():
-            row: dict[str, Any] = {"variant": name, "batch": batch, "tokens/s": throughput(found)}
-            row["over no drafts"] = throughput(found) / throughput(samples["no drafts"])
-            row["over plain"] = throughput(found) / throughput(samples[PLAIN.name])
-            rows.append(row)
+        for variant in variants:  # the first call captures
+            measure_call(setup.model, inputs, variant, generation, 0)
+        measured = Comparison(variants, requests=1)
+        for _ in range(repeats):
+            list(measured.measure(setup.model, inputs, generation))
+        for name in measured.samples:
+            row: dict[str, Any] = {"variant": name, "batch": batch, "tokens/s": measured.tokens_per_second(name)}
+            row["over no drafts"] = measured.speed(name, "no drafts").value
+            rows.append(row | {"over plain": measured.speed(name).value})
     return rows

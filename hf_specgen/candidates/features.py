@@ -16,7 +16,7 @@ import torch
 
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_window import DraftWindow
-from hf_specgen.heads.head_text import NewFeatures, StateText
+from hf_specgen.heads.head_text import HeadText, StateText
 
 
 @dataclass
@@ -68,7 +68,7 @@ class FeatureQueue:
             row.parts.append(new)
         self._add_rows(states)
 
-    def take(self, max_depths: Sequence[int], *, of_all_rows: bool = False) -> NewFeatures | None:
+    def take(self, max_depths: Sequence[int], *, of_all_rows: bool = False) -> HeadText | None:
         """Remove the features of the rows that draft; `of_all_rows`: of all rows that have not ended.
 
         None if no row drafts, or none can, see `_can_begin`. Without `of_all_rows` a row that does not draft keeps its
@@ -80,7 +80,7 @@ class FeatureQueue:
             return None
         return self._take_first([inf if depth > 0 or of_all_rows else 0 for depth in max_depths])
 
-    def take_prompts(self, first: int) -> NewFeatures:
+    def take_prompts(self, first: int) -> HeadText:
         """Remove the features of new rows, the row `first` and those after it; the result has these rows alone.
 
         The last feature of a row stays in the queue for its first draft, unless it is the only one. No row counts as
@@ -123,13 +123,12 @@ class FeatureQueue:
             states_of_text = new[max(0, len(new) - length) :]
             self._rows.append(_Queue([states_of_text], length - len(states_of_text), new[:0]))
 
-    def _take_first(self, limits: Sequence[float]) -> NewFeatures:
+    def _take_first(self, limits: Sequence[float]) -> HeadText:
         """Remove the first `limits[row]` features of each row that has not ended, and the token after each.
 
         A row that exceeds the window is restarted: it gets all features in the window, those taken before included.
         """
-        new = NewFeatures([], [], self._batch.active_rows())
-        new = new._replace(is_first=not self.was_taken)
+        new = HeadText([], [], self._batch.active_rows(), is_first=not self.was_taken)
         self.was_taken = True
         restarted = []
         for index, row in enumerate(self._rows):

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hf_specgen.device_tree import Frontier
 from hf_specgen.drafter import DepthLogits, Drafter
 from hf_specgen.heads.base import BoundHead, HeadInputs, HeadOutput
-from hf_specgen.heads.head_text import FeatureSource, HeadText, NewFeatures
+from hf_specgen.heads.head_text import FeatureSource, HeadText
 from hf_specgen.targets import masks
 from hf_specgen.targets.cache import RaggedCache
 from hf_specgen.targets.row_layout import spread_rows
@@ -51,9 +51,9 @@ class HeadDrafter(Drafter[HeadText]):
             return None
         for row in new.restarted:
             self._restart(row)
-        return HeadText(new.features, new.tokens, new.active, max_depths, self._passes(new, max_depths))
+        return new._replace(depths=max_depths, passes=self._passes(new, max_depths))
 
-    def _passes(self, new: NewFeatures, max_depths: Sequence[int]) -> list[int]:
+    def _passes(self, new: HeadText, max_depths: Sequence[int]) -> list[int]:
         """Tokens, over all rows, of the passes that process new text; none for prompts that no block follows."""
         if self.is_one_pass:
             return [sum(new.active) * max(max_depths)]
@@ -84,9 +84,8 @@ class HeadDrafter(Drafter[HeadText]):
         self.rows = list(range(self._batch))
         self.lengths += [0] * new
         if self.cache.lengths:
-            prompts = self._source.take_prompts(first)
             other = type(self)(self.bound, self._source, new)
-            other.read(HeadText(prompts.features, prompts.tokens, prompts.active))
+            other.read(self._source.take_prompts(first))
             self._add_last(other)
 
     def read(self, text: HeadText) -> torch.Tensor:

@@ -190,7 +190,7 @@ class HeadFile:
             if (configured := fields.get(name)) != size:
                 raise ValueError(f"config.json has {name} {configured!r:.40}, but the tensors make it {size}")
         options = {"rope_interleave": fields.flag("rope_interleave"), "output_gate": fields.flag("mla_use_output_gate")}
-        return sizes | options | {"num_key_value_heads": heads, "head_dim": sizes.pop("qk_rope_head_dim")}
+        return sizes | options | {"num_key_value_heads": heads, "head_dim": rope}
 
     def _layer_options(self, head_dim: int, heads: int, is_latent: bool) -> dict[str, Any]:
         """The fields of `LayerConfig` that change no shape; others are folded into the weights."""

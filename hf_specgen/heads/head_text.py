@@ -8,12 +8,14 @@ from typing import NamedTuple, Protocol
 import torch
 
 
-class NewFeatures(NamedTuple):
-    """What a head has not processed: the target's hidden states of accepted tokens, and the token after each."""
+class HeadText(NamedTuple):
+    """New text of the rows: the target's hidden states that the head has not processed, and the token after each."""
 
     features: list[torch.Tensor]  # [new, layers * target_hidden] of each row; none of a row that has ended
     tokens: list[list[int]]  # of each row the token after each of these positions
     active: list[bool]  # whether each row has not ended
+    depths: Sequence[int] = ()  # maximum depth of each row's draft
+    passes: Sequence[int] = ()  # tokens, over all rows, of the passes that process the text; none for the prompts
     restarted: Sequence[int] = ()  # rows whose text exceeds the draft window, which the head reads from its start
     is_first: bool = False  # whether nothing was taken before, so that the texts are the prompts
 
@@ -21,10 +23,10 @@ class NewFeatures(NamedTuple):
 class FeatureSource(Protocol):
     """Where the drafter of a head takes new text from: `candidates.features.FeatureQueue`."""
 
-    def take(self, max_depths: Sequence[int], *, of_all_rows: bool = False) -> NewFeatures | None:
+    def take(self, max_depths: Sequence[int], *, of_all_rows: bool = False) -> HeadText | None:
         """Remove the features of rows that draft, or of all rows; None if no row drafts. Called in every step."""
 
-    def take_prompts(self, first: int) -> NewFeatures:
+    def take_prompts(self, first: int) -> HeadText:
         """Remove the features of the prompts of new rows, from row `first` on."""
 
     def receive(self) -> None:
@@ -35,16 +37,6 @@ class FeatureSource(Protocol):
 
     def append_rows(self, new: int) -> None:
         """Add new rows after the present ones, with the features of their prompts."""
-
-
-class HeadText(NamedTuple):
-    """New text of the rows for one draft, see `NewFeatures`."""
-
-    features: list[torch.Tensor]
-    tokens: list[list[int]]
-    active: list[bool]
-    depths: Sequence[int] = ()  # maximum depth of each row's draft
-    passes: Sequence[int] = ()  # tokens, over all rows, of the passes that process the text; none for the prompts
 
 
 class StateText(NamedTuple):

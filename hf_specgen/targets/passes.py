@@ -105,10 +105,6 @@ class LayoutPass:
     model_pass: ModelPass
     masks: StepMasks = field(compare=False)
 
-    def level(self) -> ModelLevel:
-        """The pass over nodes of one level of a tree, for a function over several levels."""
-        return ModelLevel(self.model_pass, self.masks)
-
     def run_on(
         self,
         model: nn.Module,

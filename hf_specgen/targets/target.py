@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from hf_specgen.targets.model_parts import compares_slots, decoder_config, keeps
 from hf_specgen.targets.passes import (
     CapturablePass,
     CapturablePasses,
+    ModelLevel,
     ModelPass,
     MoveSlots,
     NewText,
@@ -36,6 +37,15 @@ from hf_specgen.targets.replay_queue import MAX_ROW_SKEW
 from hf_specgen.targets.row_layout import RowLayout
 from hf_specgen.targets.support import last_position, pass_capacity, slot_limit
 from hf_specgen.tree import DraftTree
+
+
+class _Step(NamedTuple):
+    """A pass over a draft but its first `cached` tokens, of the rows in the cache; `active` as for `Target.forward`."""
+
+    tree: PassTree
+    inputs: dict[str, torch.Tensor]
+    active: Sequence[bool] | None
+    cached: int = 0
 
 
 class Target:
@@ -146,7 +156,7 @@ class Target:
         starts = self.cache.lengths
         present, inputs = self._layout.select(tree, {"input_ids": tree.step_tokens(pending, self.device)})
         with without_cudnn_attention(self.device):
-            logits = self._eager_pass(self.model, present, inputs, active, 0).logits
+            logits = self._eager_pass(self.model, _Step(present, inputs, active)).logits
         self.cache.set_lengths(starts)
         if bool(logits.isnan().any()):
             self.cache.erase_rejected()
@@ -180,7 +190,7 @@ class Target:
         longest = levels + (0 if text is None else text.tokens.shape[1])
         if len(self.rows) < self.batch or max(next_positions) + longest > self.last_position:
             return None
-        level = TreePass(self._pass, self._step_masks).level()
+        level = ModelLevel(self._pass, self._step_masks)
         offsets = torch.tensor(self._layout.offsets)[:, None]
         passes = CapturablePasses(graphs, self.cache, level, self._store_levels)
         return passes._replace(visible=self._masks.visible, offsets=offsets, text=text)
@@ -219,73 +229,58 @@ class Target:
         cached: int = 0,
     ) -> PassOutput:
         """One pass of a module over a tree but its first `cached` tokens, for the rows that are present."""
-        tree, inputs = self._layout.select(tree, inputs)
+        step = _Step(*self._layout.select(tree, inputs), active, cached)
         graphs = self._active_graphs
         if graphs is None:
             with without_cudnn_attention(self.device):
-                return self._eager_pass(module, tree, inputs, active, cached)
+                return self._eager_pass(module, step)
         # A captured pass has one of few widths; the padding is cut off from its outputs and the cache.
-        new = 1 + tree.nodes - cached
+        new = 1 + step.tree.nodes - cached
         padding = padded_width(new) - new
         if padding:
-            tree = tree.padded(tree.nodes + padding)
-            inputs = {name: pad(values, (0, padding)) for name, values in inputs.items()}
+            padded = {name: pad(values, (0, padding)) for name, values in step.inputs.items()}
+            step = step._replace(tree=step.tree.padded(step.tree.nodes + padding), inputs=padded)
         with without_cudnn_attention(self.device):
-            output = self._captured_pass(graphs, tree, inputs, active, cached)
+            output = self._captured_pass(graphs, step)
         self.cache.set_lengths([length - padding for length in self.cache.lengths])
         return PassOutput(output.logits[:, :new], tuple(states[:, :new] for states in output.states))
 
-    def _eager_pass(
-        self,
-        module: nn.Module,
-        tree: PassTree,
-        inputs: dict[str, torch.Tensor],
-        active: Sequence[bool] | None,
-        cached: int,
-    ) -> PassOutput:
+    def _eager_pass(self, module: nn.Module, step: _Step) -> PassOutput:
         """A pass on the cache of the call."""
-        return self._pass(module, self._arguments(tree, inputs, active, cached), self._model_cache)
+        return self._pass(module, self._arguments(step), self._model_cache)
 
-    def _arguments(
-        self, tree: PassTree, inputs: dict[str, torch.Tensor], active: Sequence[bool] | None, cached: int
-    ) -> dict[str, Any]:
+    def _arguments(self, step: _Step) -> dict[str, Any]:
         """The arguments of an eager pass but the cache."""
+        tree, inputs, active, cached = step
         lengths = tuple(length - cached for length in self.cache.lengths)
         positions = self._layout.positions(tree, lengths, active, cached).to(self.device)
         mask = self._masks.of_step(tree, lengths, cached, self.cache.first_visible)
         return self._inputs.arguments(inputs, mask, positions)
 
-    def _captured_pass(
-        self,
-        graphs: CallGraphs,
-        tree: PassTree,
-        inputs: dict[str, torch.Tensor],
-        active: Sequence[bool] | None,
-        cached: int,
-    ) -> PassOutput:
+    def _captured_pass(self, graphs: CallGraphs, step: _Step) -> PassOutput:
         """A pass as a graph, once it was captured."""
-        tokens = inputs["input_ids"]
+        tokens = step.inputs["input_ids"]
         slots = tokens.shape[1]
-        eager_pass = partial(self._eager_pass, self.model, tree, inputs, active, cached)
+        eager_pass = partial(self._eager_pass, self.model, step)
         capacity = graphs.capacity(self.cache, slots)
         if not capacity:
             return eager_pass()
         function: CapturablePass = self._pass
-        if cached:  # where each level of a tree would take a graph of its own
-            static_inputs: Any = self._arguments(tree, inputs, active, cached)
+        if step.cached:  # where each level of a tree would take a graph of its own
+            static_inputs: Any = self._arguments(step)
             static_inputs["attention_mask"] = fixed_mask(static_inputs["attention_mask"], len(tokens), capacity)
         else:
             function = TreePass(self._pass, self._step_masks)
-            static_inputs = self._tree_inputs(tree, tokens, active, capacity)
+            static_inputs = self._tree_inputs(step, capacity)
         output: PassOutput = graphs.run(function, static_inputs, self.cache, slots, eager_pass)
         return output
 
-    def _tree_inputs(
-        self, tree: PassTree, tokens: torch.Tensor, active: Sequence[bool] | None, capacity: int
-    ) -> TreeInputs:
+    def _tree_inputs(self, step: _Step, capacity: int) -> TreeInputs:
         """The inputs of a captured pass over trees that begin with each row's last token."""
+        tree = step.tree
+        tokens = step.inputs["input_ids"]
         structure = None if tree.is_chain else tree.structure()
-        offsets = self._layout.offsets_and_limits(tree, self.cache.lengths, active)
+        offsets = self._layout.offsets_and_limits(tree, self.cache.lengths, step.active)
         visible = self._masks.visible
         if visible is not None:
             visible = pad(visible, (0, capacity - visible.shape[1]), value=True)

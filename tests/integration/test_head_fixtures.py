@@ -31,7 +31,7 @@ from hf_specgen.candidates.encoder_draft import decoder_prompt
 from hf_specgen.heads.drafter import PREFILL_CHUNK
 from hf_specgen.heads.eagle_drafter import EagleDrafter
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.head_text import HeadText, NewFeatures
+from hf_specgen.heads.head_text import HeadText
 from hf_specgen.targets.requirements import make_target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import CoupledVerifier, VerificationResult, VerificationSession
@@ -335,8 +335,8 @@ class GivenFeatures:
     def __init__(self, features: torch.Tensor, tokens: list[int]):
         self._features, self._tokens = features, tokens
 
-    def take_prompts(self, first: int) -> NewFeatures:
-        return NewFeatures([self._features], [self._tokens], [True])
+    def take_prompts(self, first: int) -> HeadText:
+        return HeadText([self._features], [self._tokens], [True])
 
     def keep_rows(self, kept: Any) -> None:
         """Nothing is kept."""
