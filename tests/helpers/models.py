@@ -104,9 +104,9 @@ def recorded_inputs(module: Any, measure: Callable[[torch.Tensor], Any] = torch.
         handle.remove()
 
 
-def width(ids: torch.Tensor) -> int:
-    """Tokens per row."""
-    return ids.shape[1]
+def width(read: Any) -> int:
+    """Tokens per row of ids, of states, or of the inputs of a head."""
+    return getattr(read, "embeddings", read).shape[1]
 
 
 def small_llama(vocab_size: int, seed: int, **settings: Any) -> Any:
