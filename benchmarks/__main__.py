@@ -147,7 +147,7 @@ def _read(field: str, value: Any) -> Any:
 
 def _wide(given: dict[str, Any]) -> dict[str, Any]:
     """The settings of `--wide` on this machine."""
-    from hf_specgen.evaluation.cost import fast_dtype
+    from benchmarks.harness.wide import fast_dtype
     from hf_specgen.evaluation.workloads import load
 
     if given.get("device", "cpu") != "cpu" or "dtype" in given:

@@ -54,9 +54,9 @@ def chat() -> Path:
     """A question in `hf-specgen chat` with a 300M target, answered with a strategy and without."""
     import torch
 
+    from benchmarks.harness.wide import widen
     from hf_specgen import Candidates, DraftModelCandidates
     from hf_specgen.cli.chat import Chat
-    from hf_specgen.evaluation.cost import widen
     from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, PLAIN, load
 
     model, tokenizer = load()

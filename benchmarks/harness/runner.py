@@ -24,11 +24,12 @@ from benchmarks.harness.projection import latency_for, project
 from benchmarks.harness.rounds import measure_round
 from benchmarks.harness.units import Unit, load_domains, measured_units, mixed_prompts, tuning_units
 from benchmarks.harness.variants import PLAIN, Family, captured, check_level
+from benchmarks.harness.wide import widen
 from benchmarks.workloads.domains import Domain
 from benchmarks.workloads.prompts import first_turns
 from hf_specgen import Candidates
 from hf_specgen.depth import CostCurve, LatencyModel
-from hf_specgen.evaluation.cost import QUERIES, measure_cost_curve, widen
+from hf_specgen.evaluation.cost import QUERIES, measure_cost_curve
 from hf_specgen.evaluation.measure import Sample, Variant, first_difference
 from hf_specgen.evaluation.published import PUBLISHED, published
 from hf_specgen.evaluation.workloads import load

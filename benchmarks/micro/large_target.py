@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.harness.rounds import measure_round
 from benchmarks.harness.variants import PLAIN, check_level
+from benchmarks.harness.wide import widen
 from benchmarks.micro.operation_counter import each_step, recognised_passes
 from hf_specgen import (
     Candidates,
@@ -30,7 +31,6 @@ from hf_specgen import (
     NgramCandidates,
     Statistics,
 )
-from hf_specgen.evaluation.cost import widen
 from hf_specgen.evaluation.measure import Sample, Variant
 from hf_specgen.evaluation.workloads import DOMAINS, EMBEDDED_DRAFT, EMBEDDED_EAGLE, domain_prompts, encode, load
 

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from benchmarks.harness.projection import GPU_LIKE, latency_for, step_seconds
+from benchmarks.harness.wide import widen
 from hf_specgen import (
     AdaptiveDepth,
     Candidates,
@@ -27,7 +28,6 @@ from hf_specgen import (
 )
 from hf_specgen.call_statistics import StepRecord
 from hf_specgen.depth import LatencyModel
-from hf_specgen.evaluation.cost import widen
 from hf_specgen.evaluation.workloads import DOMAINS, EMBEDDED_DRAFT, EMBEDDED_EAGLE, domain_prompts, load
 
 PARAMETERS = 300 * 10**6

@@ -18,7 +18,7 @@ SECONDS_PER_CALL = 300
 """Time limit of a call, for a busy machine."""
 CONTEXT = get_context("forkserver")
 """A fork of the test's own process inherits locks that threads of earlier tests hold, and can wait for ever."""
-CONTEXT.set_forkserver_preload(["tests.helpers.fixtures", "hf_specgen.cli.train", "training"])
+CONTEXT.set_forkserver_preload(["tests.helpers.fixtures", "whole_training", "training"])
 
 
 def run_in_ranks(function: Callable[..., Any], arguments: Sequence[Sequence[Any]]) -> list[Any]:

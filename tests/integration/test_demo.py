@@ -13,12 +13,12 @@ from rich.console import Console
 from transformers import GenerationMixin
 from typer.testing import CliRunner
 
+from benchmarks.harness.wide import widen
 from hf_specgen import NgramCandidates
 from hf_specgen.call_statistics import RowStep, Statistics
 from hf_specgen.cli import demo, doctor
 from hf_specgen.cli.__main__ import app
 from hf_specgen.cli.chat import AnswerWriter, Chat
-from hf_specgen.evaluation.cost import widen
 from hf_specgen.evaluation.measure import Comparison, Sample, Variant
 from hf_specgen.evaluation.published import NAME, PUBLISHED
 from hf_specgen.evaluation.workloads import ASSETS, domain_prompts, everyday_prompts

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 import train_eagle
 from hf_specgen import AutoCandidates
 from hf_specgen.cli.__main__ import app
-from hf_specgen.cli.train import rows_per_step
 from tests.helpers.cli import run
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import SECONDS_PER_CALL, run_by_torchrun, started
 from tests.helpers.recipes import arguments, losses, run_as_script, write_rows
+from whole_training import rows_per_step
 
 SHORT = ["--steps", "8", "--max-length", "96", "--evaluation-tokens", "4"]
 SHORT += ["--disable-tqdm", "true"]
