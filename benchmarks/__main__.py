@@ -171,26 +171,25 @@ def micro(
         from rich.console import Console
 
         from benchmarks.harness.provenance import provenance
-        from benchmarks.micro import IF_NAMED, MICRO, WITH_MODEL, WITH_PROMPT
+        from benchmarks.micro import IF_NAMED, MICRO
         from benchmarks.report.tables import show
 
         if unknown := sorted(set(names) - set(MICRO)):
             raise ValueError(f"unknown measurement {unknown[0]!r}; there are {', '.join(MICRO)}")
-        given = {"prompt": prompt, "max_new_tokens": max_new_tokens}
-        settings = {name: value for name, value in given.items() if value is not None}
-        if settings and not set(names) & set(WITH_PROMPT):
-            raise ValueError(
-                f"--prompt and --max-new-tokens belong to {', '.join(WITH_PROMPT)}; name it, or leave them out"
-            )
-        if model is not None and not set(names) & set(WITH_MODEL):
-            raise ValueError(f"--model belongs to {', '.join(WITH_MODEL)}; name it, or leave the option out")
+        options = {"prompt": prompt, "max_new_tokens": max_new_tokens, "model": model}
+        given = {option: value for option, value in options.items() if value is not None}
+        takes = {name: inspect.signature(measure).parameters for name, measure in MICRO.items()}
+        for option in given:
+            if not any(option in takes[name] for name in names):
+                takers = ", ".join(name for name in MICRO if option in takes[name])
+                raise ValueError(f"--{option.replace('_', '-')} belongs to {takers}; name it, or leave the option out")
         console = Console()
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
         for name in names or (name for name in MICRO if name not in IF_NAMED):
             begin = perf_counter()
-            options = settings if name in WITH_PROMPT else {"model": model or ""} if name in WITH_MODEL else {}
-            rows = MICRO[name](1 if quick else repeats, quick, **options)
+            taken = {option: value for option, value in given.items() if option in takes[name]}
+            rows = MICRO[name](1 if quick else repeats, quick, **taken)
             if not rows:
                 console.print(f"{name}: not measured; the libraries for it are not installed", markup=False)
                 continue

@@ -1,7 +1,4 @@
-"""Measurements of single parts. Each is a function of (repeats, quick) that returns the rows of a table.
-
-Those in `WITH_PROMPT` also take `prompt` and `max_new_tokens`.
-"""
+"""Measurements of single parts. Each is a function of (repeats, quick, maybe further options): the rows of a table."""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +45,3 @@ IF_NAMED = (
     "lm-eval", "large-target", "large-target-graphs", "known-acceptance", "quantised-cost", "first-call",
 )  # fmt: skip
 """Measurements that are made only if they are named: of minutes, or for a GPU."""
-WITH_PROMPT = ("step-operations",)
-"""Measurements on a prompt that may be given."""
-WITH_MODEL = ("first-call",)
-"""Measurements of a model that may be given."""

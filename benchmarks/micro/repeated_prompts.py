@@ -10,38 +10,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import peft
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_specgen import Candidates, NgramCandidates, NgramHistory
+from hf_specgen import NgramCandidates, NgramHistory
 from hf_specgen.evaluation.published import published
 from hf_specgen.evaluation.workloads import ASSETS, EMBEDDED_PROMPTS, GREEDY, encode, everyday_prompts, load, read_rows
 
 TRL_LEARNING_RATE = 1e-6
 LORA_LEARNING_RATE, LORA_STEPS = 2e-4, 6
 GROUP = 8
+NGRAMS: dict[str, Any] = {"candidate_generator": NgramCandidates()}
 Encoded = dict[str, torch.Tensor]
 Model = Any
 
 
-class Side(NamedTuple):
+@dataclass
+class Side:
     """One way to generate, as arguments of `generate`, and what it has taken so far."""
 
     name: str
     arguments: dict[str, Any]
-    seconds: list[float]
-    tokens: list[list[int]]
-    steps: list[int]
-
-    @classmethod
-    def of(cls, name: str, candidates: Candidates | None = None, **arguments: Any) -> Side:
-        """A side that has not generated anything."""
-        return cls(name, {"candidate_generator": candidates, **arguments}, [], [], [])
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
 
     def answer(self, model: Model, prompt: Encoded, settings: dict[str, Any]) -> None:
         """Answer a prompt, and count the time, the tokens of each row and the steps."""
@@ -50,7 +48,7 @@ class Side(NamedTuple):
         self.seconds.append(perf_counter() - began)
         rows = ids[:, prompt["input_ids"].shape[1] :].tolist()
         self.tokens.extend(rows)
-        candidates = self.arguments["candidate_generator"]
+        candidates = self.arguments.get("candidate_generator")
         self.steps.append(len(rows[0]) if candidates is None else len(candidates.speculation.passes))
 
 
@@ -78,7 +76,7 @@ def never_seen(
         question, answer = texts[number % len(texts)]
         start = tokenizer(question)["input_ids"]
         history.add([*start, number % 99, *tokenizer(answer)["input_ids"]], len(start) + 1)
-    sides = [Side.of("n-grams", NgramCandidates()), Side.of("history", NgramCandidates(), history=history)]
+    sides = [Side("n-grams", NGRAMS), Side("history", {**NGRAMS, "history": history})]
     in_turns(model, prompts, sides, {**GREEDY, "max_new_tokens": 64})
     return compared("never seen", sides)
 
@@ -86,9 +84,9 @@ def never_seen(
 def greedy_again(model: Model, prompts: Sequence[Encoded], new_tokens: int) -> list[dict[str, Any]]:
     """The same prompts with slightly changed weights."""
     settings = {**GREEDY, "max_new_tokens": new_tokens}
-    earlier = Side.of("history", NgramCandidates(), history=NgramHistory())
+    earlier = Side("history", {**NGRAMS, "history": NgramHistory()})
     in_turns(model, prompts, [earlier], settings)
-    sides = [Side.of("plain"), Side.of("n-grams", NgramCandidates()), earlier._replace(seconds=[], tokens=[], steps=[])]
+    sides = [Side("plain", {}), Side("n-grams", NGRAMS), Side("history", earlier.arguments)]
     lora = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"])
     adapted = peft.get_peft_model(model, lora)
     texts = zip(prompts, earlier.tokens, strict=True)
@@ -105,7 +103,7 @@ def groups_again(model: Model, prompts: Sequence[Encoded], new_tokens: int) -> l
     """Groups of samples at temperature 1 in the second epoch, by rejection sampling with the noise of the first."""
     settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": new_tokens}
     settings |= {"num_return_sequences": GROUP, "eos_token_id": -1, "pad_token_id": 0}
-    earlier = Side.of("history", NgramCandidates(), history=NgramHistory(), verification="rejection")
+    earlier = Side("history", {**NGRAMS, "history": NgramHistory(), "verification": "rejection"})
     torch.manual_seed(0)
     in_turns(model, prompts, [earlier], settings)
     groups = [torch.tensor(earlier.tokens[first : first + GROUP]) for first in range(0, len(earlier.tokens), GROUP)]
@@ -119,7 +117,7 @@ def groups_again(model: Model, prompts: Sequence[Encoded], new_tokens: int) -> l
         return -(advantages * log_probability(logits, ids)).mean()
 
     train(model.requires_grad_(), batches, TRL_LEARNING_RATE, policy_loss)
-    sides = [Side.of("plain"), earlier._replace(seconds=[], tokens=[], steps=[])]
+    sides = [Side("plain", {}), Side("history", earlier.arguments)]
     in_turns(model, prompts, sides, settings)
     return [{**row, "same tokens": "other samples"} for row in compared(f"groups of {GROUP}, again", sides)]
 
