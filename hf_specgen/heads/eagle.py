@@ -65,10 +65,11 @@ class Eagle1Head(DraftHead):
 
     def forward(self, inputs: HeadInputs, cache: Cache | None = None) -> HeadOutput:
         """One pass over known positions, one draft step, or one level of a draft tree."""
-        states = self.fc(torch.cat((inputs.embeddings, inputs.hidden), dim=-1))
-        rotary = self.rotary(states, inputs.positions)
+        embeddings, hidden, positions, mask = inputs
+        states = self.fc(torch.cat((embeddings, hidden), dim=-1))
+        rotary = self.rotary(states, positions)
         for layer in self.layers:
-            states = layer(states, rotary, inputs.mask, cache)
+            states = layer(states, rotary, mask, cache)
         return HeadOutput(states, states)
 
 
@@ -111,10 +112,11 @@ class Eagle3Head(DraftHead):
 
     def forward(self, inputs: HeadInputs, cache: Cache | None = None) -> HeadOutput:
         """As `Eagle1Head.forward`."""
-        rotary = self.rotary(inputs.hidden, inputs.positions)
-        states: Any = (inputs.embeddings * self.config.input_embedding_scale, inputs.hidden)
+        embeddings, hidden, positions, mask = inputs
+        rotary = self.rotary(hidden, positions)
+        states: Any = (embeddings * self.config.input_embedding_scale, hidden)
         for layer in self.layers:
-            states = layer(states, rotary, inputs.mask, cache)
+            states = layer(states, rotary, mask, cache)
         normed = self.norm(states)
         return HeadOutput(normed if self.config.norm_output else states, normed)
 
