@@ -55,23 +55,19 @@ class Outcome:
     interrupted: bool = False  # by Ctrl-C
 
 
+@dataclass
 class Bench:
     """Measures units on one target and records them.
 
     `state` is that of the processes that share the units. With a `profile`, speedups are projected too.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        journal: Journal,
-        state: PartialState,
-        plan: Plan,
-        profile: LatencyModel | None = None,
-    ):
-        self.model, self.tokenizer, self.journal, self.state = model, tokenizer, journal, state
-        self.plan, self.profile = plan, profile
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    journal: Journal
+    state: PartialState
+    plan: Plan
+    profile: LatencyModel | None = None
 
     def work(self, units: Sequence[Unit], console: Console, name: str) -> None:
         """Measure this process's share of the units, without those that are recorded already."""

@@ -23,7 +23,7 @@ from hf_specgen.candidates.level_tensors import LevelTensors
 from hf_specgen.device_tree import Selection
 from hf_specgen.targets.graphs import Capturable
 from hf_specgen.targets.masks import StepLayout
-from hf_specgen.targets.passes import CapturablePasses, Level
+from hf_specgen.targets.passes import CapturablePasses, DrafterInputs, Level
 from hf_specgen.tree import TreeStructure
 from hf_specgen.verification.base import perturbed
 from hf_specgen.verification.processors import ScoreProcessors
@@ -158,7 +158,8 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
             frontier = growth.expand(self.width)
             layout = StepLayout(last_token_slots, attended_slots, *growth.structure(), inputs.visible)
             parent_states = None if states is None else frontier.gather_parents(states)
-            logits, states, *_ = self.level(module, frontier.tokens, layout, parent_states, inputs.offsets, cache)
+            read = DrafterInputs(frontier.tokens, layout, parent_states, inputs.offsets)
+            logits, states, *_ = self.level(module, read, cache)
             self._add(growth, logits, next(noise_by_pass))
         return Drafted(growth.packed()[-1], growth.select(self.nodes), states, after_text)
 
@@ -171,7 +172,8 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
         layer = cache.layers[0]
         chain = TreeStructure.of_captured_chains(batch, width - 1, text.tokens.device)
         layout = StepLayout(layer.next_slots, layer.get_mask_sizes(0)[0], *chain, inputs.visible)
-        results = self.level(module, text.tokens, layout, text.features, inputs.offsets, cache, is_text=True)
+        read = DrafterInputs(text.tokens, layout, text.features, inputs.offsets, is_text=True)
+        results = self.level(module, read, cache)
         # The next pass writes to the slots after each row's last token, which are those of the padding.
         padding = width - text.counts[:, None]
         slots = layer.slots - padding

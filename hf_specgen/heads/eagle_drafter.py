@@ -20,7 +20,7 @@ from hf_specgen.heads.head_text import FeatureSource, HeadText
 from hf_specgen.targets import masks
 from hf_specgen.targets.cache import padded_width
 from hf_specgen.targets.graphs import Capturable, captured_functions
-from hf_specgen.targets.passes import MAX_CAPTURED, CapturablePasses, LevelOutput, NewText
+from hf_specgen.targets.passes import MAX_CAPTURED, CapturablePasses, DrafterInputs, LevelOutput, NewText
 
 
 @lru_cache(maxsize=16)
@@ -177,17 +177,9 @@ class EagleLevel:
     weights: tuple[int, ...]
     bound: BoundHead = field(compare=False)
 
-    def __call__(
-        self,
-        module: nn.Module,
-        tokens: torch.Tensor,
-        layout: masks.StepLayout,
-        states: torch.Tensor | None,
-        offsets: torch.Tensor | None,
-        cache: Cache,
-        is_text: bool = False,
-    ) -> LevelOutput:
+    def __call__(self, module: nn.Module, inputs: DrafterInputs, cache: Cache) -> LevelOutput:
         bound = self.bound.of_head(module)
+        tokens, layout, states, _, is_text = inputs
         positions = layout.depths[:, -tokens.shape[1] :] + layout.starts
         assert states is not None
         states = bound.head.combine(states) if is_text else states

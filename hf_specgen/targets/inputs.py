@@ -236,14 +236,13 @@ def check_step_arguments(model: PreTrainedModel, input_ids: torch.Tensor, model_
         )
 
 
-def call_cache(
-    given: Any, config: Any, generation_config: GenerationConfig, input_ids: torch.Tensor, mask: Any, keeps_all: bool
-) -> RaggedCache:
+def call_cache(given: Any, config: Any, call: PreparedCall, keeps_all: bool) -> RaggedCache:
     """The cache of a call, of the same kind as the given one, which keeps its contents until `to_dynamic`.
 
-    With `keeps_all` sliding-window layers keep the slots outside of their window, as captured passes need.
+    `config` is that of the decoder. With `keeps_all` sliding-window layers keep the slots outside of their window, as
+    captured passes need.
     """
-    length = generation_config.max_length
+    length = call.config.max_length
     slots = None if length is None else int(length) + MAX_DRAFT_SLOTS
     user_owned = given is not None and compat.is_user_defined(given)
     if given is not None and (user_owned or type(given) is not DynamicCache or given.offloading):
@@ -253,7 +252,7 @@ def call_cache(
                 "candidate_generator= works with a DynamicCache, StaticCache or QuantizedCache, not with "
                 f"{type(given).__name__}; {remedy}"
             )
-        if problem := _cache_problem(given, config, generation_config, input_ids, mask):
+        if problem := _cache_problem(given, config, call):
             raise ValueError(problem)
         return RaggedCache.from_dynamic(given, slots, image_layers(config))
     if keeps_all:
@@ -261,9 +260,7 @@ def call_cache(
     return RaggedCache.for_model(config, slots)
 
 
-def _cache_problem(
-    given: Cache, config: Any, generation_config: GenerationConfig, input_ids: torch.Tensor, mask: Any
-) -> str | None:
+def _cache_problem(given: Cache, config: Any, call: PreparedCall) -> str | None:
     """Why a call cannot go on from a cache that `generate` was given, or has made for `cache_implementation`."""
     layers: list[Any] = given.layers
     if given.offloading and config.model_type in MAKES_ITS_MASK:
@@ -275,10 +272,12 @@ def _cache_problem(
             "states or an indexer's keys to while drafts are rolled back; give DynamicCache(config=model.config), what "
             'an earlier call returned, or cache_implementation="dynamic"'
         )
+    _, input_ids, generation, model_kwargs = call
+    mask = model_kwargs.get("attention_mask")
     rows, columns = input_ids.shape
-    new = math.inf if generation_config.max_length is None else int(generation_config.max_length) - columns
+    new = math.inf if generation.max_length is None else int(generation.max_length) - columns
     cached = int(given.get_seq_length()) if layer_kinds(config) else 0  # caches of states alone have no length
-    text = compat.mask_columns(generation_config, mask) or cached + columns
+    text = compat.mask_columns(generation, mask) or cached + columns
     static = [layer for layer in layers if isinstance(layer, StaticLayer)]
     # Other sliding layers hold the window before any number of tokens.
     limits = [layer.max_cache_len for layer in static if not layer.is_sliding or layer.is_croppable]

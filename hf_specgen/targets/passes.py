@@ -162,40 +162,29 @@ class LevelOutput(NamedTuple):
     outputs: torch.Tensor | None = None  # which the drafter receives after new text
 
 
+class DrafterInputs(NamedTuple):
+    """What a pass of a drafter reads: nodes with the states of their parents, or new text with its features."""
+
+    tokens: torch.Tensor  # [batch, new], the last ones of the layout
+    layout: StepLayout
+    states: torch.Tensor | None
+    offsets: torch.Tensor | None  # as in `CapturablePasses`
+    is_text: bool = False
+
+
 class Level(Protocol):
     """One pass of a drafter in a captured function over several levels; equal passes compute the same."""
 
-    def __call__(
-        self,
-        module: nn.Module,
-        tokens: torch.Tensor,
-        layout: StepLayout,
-        states: torch.Tensor | None,
-        offsets: torch.Tensor | None,
-        cache: Cache,
-        is_text: bool = False,
-    ) -> LevelOutput:
-        """Run on tokens `[batch, new]`: nodes, with the states of their parents; or new text, with its features.
-
-        `offsets` as in `CapturablePasses`.
-        """
+    def __call__(self, module: nn.Module, inputs: DrafterInputs, cache: Cache) -> LevelOutput:
+        """Run over nodes or new text."""
 
 
 class ModelLevel(LayoutPass):
     """The `level` of `CapturablePasses` for a draft model: a pass over nodes or new text, without hidden states."""
 
-    def __call__(
-        self,
-        module: nn.Module,
-        tokens: torch.Tensor,
-        layout: StepLayout,
-        states: torch.Tensor | None,
-        offsets: torch.Tensor | None,
-        cache: Cache,
-        is_text: bool = False,
-    ) -> LevelOutput:
-        assert offsets is not None
-        return LevelOutput(self.run_on(module, tokens, layout, offsets, cache).logits)
+    def __call__(self, module: nn.Module, inputs: DrafterInputs, cache: Cache) -> LevelOutput:
+        assert inputs.offsets is not None
+        return LevelOutput(self.run_on(module, inputs.tokens, inputs.layout, inputs.offsets, cache).logits)
 
 
 class NewText(NamedTuple):

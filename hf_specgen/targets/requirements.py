@@ -79,16 +79,16 @@ def make_target(
 
     With `is_row`, a target that can become a row of a common one, unless the model needs another kind of target.
     """
+    call = PreparedCall(model, input_ids, config, model_kwargs)
     is_possible = compile == "graphs" or (compile == "auto" and compat.input_device(model).type in CAPTURES)
     graphs: Compile = compile if is_possible else False
-    if graphs and (problem := _capture_problem(requirements, model, config, model_kwargs, graphs)) is not None:
+    if graphs and (problem := _capture_problem(requirements, call, graphs)) is not None:
         if graphs == "graphs":
             raise ValueError(f'{problem}; leave compile="graphs" out')
         if problem not in (logged := _logged.setdefault(model, set())):
             logger.info("no CUDA graphs: %s", problem)
             logged.add(problem)
         graphs = False
-    call = PreparedCall(model, input_ids, config, model_kwargs)
     if "encoder_outputs" in model_kwargs and requirements.exit_layer:
         check_decoder_only(model, "this strategy")
     if requirements.reads_cache and _is_compact(model_kwargs.get(compat.CACHE)):
@@ -116,14 +116,9 @@ def _is_compact(cache: Any) -> bool:
     return bool(getattr(cache, "offloading", False)) or isinstance(cache, QuantizedCache)
 
 
-def _capture_problem(
-    requirements: TargetRequirements,
-    model: PreTrainedModel,
-    generation: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    mode: Compile,
-) -> str | None:
+def _capture_problem(requirements: TargetRequirements, call: PreparedCall, mode: Compile) -> str | None:
     """Why passes of a model are not captured in a call, as far as is known before; None if they may be."""
+    model, _, generation, model_kwargs = call
     device = compat.input_device(model).type
     config = text_config(model)
     implementation = compat.attention_implementation(config)

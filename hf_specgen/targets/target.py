@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 from torch.nn.functional import pad
-from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig
+from transformers import Cache, DynamicCache, EncoderDecoderCache
 
 from hf_specgen import compat
 from hf_specgen.call import Compile
@@ -75,7 +75,7 @@ class Target:
         self.last_position = last_position(self._config, self.first_positions)
         self.slot_limit = slot_limit(model)
         self._pass_capacity = pass_capacity(model) - MAX_ROW_SKEW
-        self._make_cache(prepared.config, prepared.model_kwargs, prepared.input_ids)
+        self._make_cache(prepared)
         self._layout = RowLayout(self.batch, self.last_position)
         self._masks = StepMasks(model, self._inputs.padding, required=bool(graphs))
         keeps_order = keeps_state(self._config) or compares_slots(self._config)
@@ -86,16 +86,14 @@ class Target:
         self._starts: tuple[int, ...] = ()
         """The slot of each row at which the last pass, or the tree that grows, began."""
 
-    def _make_cache(
-        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], input_ids: torch.Tensor
-    ) -> None:
+    def _make_cache(self, prepared: PreparedCall) -> None:
         """Make the cache of the call, which takes over the contents of the cache that `generate` passes on."""
+        model_kwargs = prepared.model_kwargs
         passed: Any = model_kwargs.get(compat.CACHE)
         self.returns_cache = compat.is_user_defined(passed)
         """Whether the caller of `generate` gave a cache, and so sees its contents even if only tokens are returned."""
         self._passed_cache = getattr(passed, "self_attention_cache", passed)
-        call = self._config, generation_config, input_ids, model_kwargs.get("attention_mask")
-        self.cache = call_cache(self._passed_cache, *call, keeps_all=bool(self._graphs))
+        self.cache = call_cache(self._passed_cache, self._config, prepared, keeps_all=bool(self._graphs))
         self._model_cache: Any = self.cache
         if "encoder_outputs" in model_kwargs or "encoder_hidden_states" in model_kwargs:
             # A decoder alone wraps a cache of Transformers so itself.
