@@ -12,7 +12,7 @@ import pytest
 import torch
 import typer
 from rich.console import Console
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks import records
 from benchmarks.__main__ import app, main
@@ -30,6 +30,7 @@ from hf_specgen.heads import save_head
 from tests.helpers.medusa import random_heads
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import run_in_ranks
+from tests.helpers.recipes import SIZES, save_tiny
 
 QUIET = Console(quiet=True)
 commands: Any = typer.main.get_command(app)
@@ -203,10 +204,11 @@ def test_two_processes_share_the_prompts(folder: Path, tmp_path: Path) -> None:
 ONE_DOMAIN = replace(SMALL, peers=(), domains=("edit",), batches=(), temperatures=(), contexts=())
 
 
-def test_memory_is_measured_for_every_strategy_with_and_without_scores(folder: Path, monkeypatch: Any) -> None:
+def test_memory_is_measured_for_every_strategy_with_and_without_scores(tmp_path: Path, monkeypatch: Any) -> None:
     """Would catch: a peak that includes what was measured before, or scores that are not kept."""
     monkeypatch.setattr(memory, "in_new_process", lambda function, *given: run_in_ranks(function, [given])[0])
-    plan = replace(on_tiny_target(ONE_DOMAIN, folder), strategies=("ngram",), memory_context=256)
+    save_tiny(LlamaConfig(**{**SIZES, "vocab_size": 8192}), tmp_path / "target")
+    plan = replace(on_tiny_target(ONE_DOMAIN, tmp_path), strategies=("ngram",), memory_context=256)
     rows = memory.measure_memory(plan)
     assert [(row["output_scores"], row["variant"]) for row in rows] == [
         ("no", "plain"), ("no", "n-grams k=8 tree=32"), ("yes", "plain"), ("yes", "n-grams k=8 tree=32"),

@@ -31,12 +31,12 @@ from target import read_target
 from tests.helpers import ARCHITECTURES, prompts, tiny_model
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import run_in_ranks
-from tests.helpers.recipes import FAST, arguments, losses, run_sharded, save_tiny
+from tests.helpers.recipes import FAST, VOCABULARY, arguments, losses, run_sharded, save_tiny
 
 SAVES = ["--save-strategy", "steps"]
 HEAD = ["--depth", "3", "--anchors", "8"]
 AUX = ["--aux-hidden-state-layers"]
-SIZES: dict[str, Any] = {"vocab_size": 8192, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
 SIZES |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 WIDE: dict[str, Any] = {"intermediate_size": 64, "num_key_value_heads": 1, "head_dim": 16}
 MIXTURE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
