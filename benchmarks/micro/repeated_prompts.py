@@ -58,15 +58,17 @@ def repeated_prompts(repeats: int, quick: bool) -> list[dict[str, Any]]:
     model, tokenizer = load(source or "")
     texts = [text for prompts in everyday_prompts().values() for text in prompts]
     texts += [row["question"] for row in read_rows(ASSETS / "gsm8k.jsonl")[:230]]
+    if quick:
+        texts.sort(key=len)
     prompts = list(encode(tokenizer, texts, 1))
-    few = 2 if quick else 40
-    rows = never_seen(model, tokenizer, prompts[few : few + (2 if quick else 30)], 20 if quick else 1000)
-    rows += greedy_again(model, prompts[:few], 8 if quick else 64)
+    few, new_tokens = (2, 8) if quick else (40, 64)
+    rows = never_seen(model, tokenizer, prompts[few : few + (2 if quick else 30)], 20 if quick else 1000, new_tokens)
+    rows += greedy_again(model, prompts[:few], new_tokens)
     return rows + groups_again(model, prompts[: 1 if quick else 3], 8 if quick else 48)
 
 
 def never_seen(
-    model: Model, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Encoded], answers: int
+    model: Model, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Encoded], answers: int, new_tokens: int
 ) -> list[dict[str, Any]]:
     """What a history of other answers costs."""
     history = NgramHistory()
@@ -77,7 +79,7 @@ def never_seen(
         start = tokenizer(question)["input_ids"]
         history.add([*start, number % 99, *tokenizer(answer)["input_ids"]], len(start) + 1)
     sides = [Side("n-grams", NGRAMS), Side("history", {**NGRAMS, "history": history})]
-    in_turns(model, prompts, sides, {**GREEDY, "max_new_tokens": 64})
+    in_turns(model, prompts, sides, {**GREEDY, "max_new_tokens": new_tokens})
     return compared("never seen", sides)
 
 
