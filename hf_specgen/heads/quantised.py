@@ -73,7 +73,7 @@ def dequantised(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Che
             parts = {name.removeprefix(stem): tensors.pop(name) for name in names if name != f"{stem}_bias"}
             weight = reader(config, stem, parts)
             if dtype is not None:
-                weight = weight._replace(dtype=dtype, read=lambda read=weight.read: read().to(dtype))
+                weight = _cast(weight, dtype)
             tensors[weight.name] = weight
     except ImportError:
         raise ValueError(f"the weights are quantised; install {method} to read them") from None
@@ -87,6 +87,10 @@ def quantisation(checkpoint: Checkpoint) -> Fields:
     config = Fields(checkpoint.config)
     outer = config.nested("quantization_config")
     return outer if outer.values else config.nested("text_config").nested("quantization_config")
+
+
+def _cast(info: TensorInfo, dtype: torch.dtype) -> TensorInfo:
+    return info._replace(dtype=dtype, read=lambda: info.read().to(dtype))
 
 
 def _fp8(config: Fields, name: str, parts: Mapping[str, TensorInfo]) -> TensorInfo:

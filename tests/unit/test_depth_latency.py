@@ -206,7 +206,9 @@ def test_time_of_threads_that_stands_still_is_not_used(monkeypatch: pytest.Monke
 
 def test_drafter_timer_with_a_clock_that_goes_backwards_takes_no_time_below_zero() -> None:
     """Would catch: seconds below 0, of which no curve can be made, so that the call raises."""
-    timer = calibrate.DrafterTimer(depth_call(model=Model(), negligible_cost=False), CostCurve((1, 8), (1.0, 1.0), 8, 1))
+    timer = calibrate.DrafterTimer(
+        depth_call(model=Model(), negligible_cost=False), CostCurve((1, 8), (1.0, 1.0), 8, 1)
+    )
     for _ in range(5):
         clock = StepTimer()
         clock.add("draft", -100.0)
