@@ -1,5 +1,6 @@
 """Calls in processes of their own, forked from a server that has imported everything and has run nothing."""
 
+import gc
 import os
 import socket
 import traceback
@@ -89,6 +90,7 @@ def _results(receivers: Sequence[Connection]) -> list[Any]:
 
 def _call(environment: Mapping[str, str], function: Callable[..., Any], arguments: Sequence[Any]) -> None:
     """Call the function with one thread, in the environment of the process that asked for it."""
+    gc.freeze()  # what the server has imported: Accelerate collects garbage in every training
     torch.set_num_threads(1)
     os.environ.clear()
     os.environ.update(environment)
