@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specgen.call import CallSettings, memory
-from hf_specgen.candidates.base import Candidates, StartSession
+from hf_specgen.candidates.base import Candidates, StartSession, vocabulary_size
 from hf_specgen.candidates.combined import PresetCandidates
 from hf_specgen.candidates.ngram_history import NgramHistory
 from hf_specgen.candidates.transformers_candidates import TransformersCandidates
@@ -81,6 +81,8 @@ class Settings(CallSettings):
         history = self.history
         if history is True:
             history = memory.recall(model, "history", NgramHistory)
+            if history.index.max_token >= vocabulary_size(model):  # the embeddings have been cut since
+                history = NgramHistory()
             memory.store(model, "history", history)
         elif isinstance(history, str | os.PathLike):
             history = NgramHistory.of_file(history)

@@ -16,6 +16,7 @@ Efficient Lossless Data Compression Systems" (1993), method D, for the odds of a
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import exp
@@ -23,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_specgen import compat
 from hf_specgen.call import Prediction, memory
 from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits, SearchSession, SearchTree, best_first
@@ -31,6 +33,7 @@ from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.ngram_history import ALIGNED, NEAR, OLDER, OWN, NgramHistory, Occurrence
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, CopySource, NgramIndex
 from hf_specgen.depth import Policy
+from hf_specgen.heads.source import first_line
 from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.result import verified_nodes
 
@@ -166,7 +169,13 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
         if self._settings.history is not None:
             for prompt, generated in zip(self._prompts, self._state.generated, strict=True):
                 self._settings.history.add(prompt + generated, len(prompt))
-            self._settings.history.sync(only_if_due=True)
+            try:
+                self._settings.history.sync(only_if_due=True)
+            except (
+                Exception
+            ) as error:  # safetensors raises its own; the answer is not lost, and the next call tries again
+                reason = f"the history in {self._settings.history.file} is not exchanged: {first_line(error)}"
+                warnings.warn(reason, stacklevel=compat.stacklevel_of_user())
 
     def search(self, row: int, depth: int, limits: SearchLimits) -> SearchTree[Sequence[Occurrence]]:
         """What followed earlier occurrences of the end of the row's text."""

@@ -257,20 +257,20 @@ class NgramHistory:
         with self._lock:
             if self.file is None or (only_if_due and began < self._next_sync):
                 return
-            added = self._unsaved
-            self._unsaved = []
             if self.file.exists() and self.refresh(self.file):
+                added = self._unsaved
+                self._unsaved = []
                 for text, prompt in added:
                     self.add(text, prompt)
-            if added:
+            if self._unsaved:
                 self._write()
             now = time.perf_counter()
             self._next_sync = now + 100 * (now - began)
 
     def _write(self) -> None:
         assert self.file is not None
-        self._unsaved = []
         self.save(self.file)
+        self._unsaved = []
         self._version = _version_of(self.file)
 
     def find(self, tail: Sequence[int], limit: int) -> list[Occurrence]:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import sqrt
+from math import inf, sqrt
 from statistics import median, median_low
 from typing import Any
 
@@ -70,7 +70,8 @@ class StepTimes:
         try:
             samples = {int(size): tuple(map(float, times)) for size, times in saved["samples"].items()}
             times = cls(samples, int(saved["context"]), int(saved["batch"]))
-            is_valid = all(0 < len(one) <= SAMPLES for one in samples.values()) and bool(times.curve)
+            is_valid = all(0 < len(one) <= SAMPLES and 0 < min(one) <= max(one) < inf for one in samples.values())
+            is_valid = is_valid and bool(times.curve)
         except (TypeError, KeyError, ValueError, AttributeError, OverflowError):
             return None
         return times if is_valid else None

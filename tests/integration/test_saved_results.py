@@ -80,6 +80,7 @@ def test_latencies_of_an_earlier_process_are_used(tmp_path: Path) -> None:
     [None, [], {}, {"samples": {}, "context": 8, "batch": 1}, {"samples": {"1": [0.0]}, "context": 8, "batch": 1},
      {"samples": {"1": ["x"]}, "context": 8, "batch": 1}, {"samples": {"2": [1.0]}, "context": 8, "batch": 1},
      {"samples": {"1": [1.0]}, "context": float("inf"), "batch": 1},
+     *({"samples": {"1": [1.0], "64": [value]}, "context": 8, "batch": 1} for value in (-1.0, float("nan"), 1e999)),
      {"samples": {"1": [1.0] * (SAMPLES + 1)}, "context": 8, "batch": 1}],
 )  # fmt: skip
 def test_latencies_that_cannot_be_used_count_as_absent(saved: Any) -> None:

@@ -14,14 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from hf_specgen import NgramCandidates, NgramHistory
+from hf_specgen.call import memory
 from hf_specgen.candidates.ngram_history import FORMAT
 from hf_specgen.candidates.ngram_index import MAX_BATCH, MAX_MATCH_LENGTH, MIN_CAPACITY, SEPARATOR, NgramIndex
-from tests.helpers import reference
+from tests.helpers import fresh_model, prompts, reference, tiny_model
 from tests.helpers.calls import make_batch, make_state, ngram_draft
 
 
@@ -439,6 +441,38 @@ def test_of_file_exchanges_texts_with_other_processes(tmp_path: Path) -> None:
     assert kept(NgramHistory.load(file)) == expected[:4] + expected[8:]
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         NgramHistory.of_file(tmp_path / "missing" / "answers")
+
+
+def test_call_whose_history_cannot_be_written_returns_its_answer(tmp_path: Path) -> None:
+    """Would catch: an answer that is lost because another program has damaged the file, or texts that then are."""
+    file = tmp_path / "answers.safetensors"
+    call = {**prompts(1), "max_new_tokens": 4, "candidate_generator": NgramCandidates(), "history": file}
+    model = tiny_model("llama")
+    model.generate(**call)
+    history = NgramHistory.of_file(file)
+    history.sync()
+    saved = file.read_bytes()
+    file.write_bytes(b"damaged")
+    history._next_sync = 0.0
+    with pytest.warns(UserWarning, match=r"the history in .*answers.safetensors is not exchanged: .* is no n-gram"):
+        model.generate(**(call | prompts(1, length=9)))
+    file.write_bytes(saved)
+    history.sync()
+    assert kept(NgramHistory.load(file)) == kept(history) and kept(history).count(SEPARATOR) == 2
+
+
+def test_history_of_a_target_whose_embeddings_were_cut_begins_anew() -> None:
+    """Would catch: a refusal of all later calls, whose remedy cannot be followed."""
+    model = fresh_model("llama")
+    call = {"max_new_tokens": 4, "candidate_generator": NgramCandidates(), "history": True, "do_sample": False}
+    model.generate(torch.tensor([[5, 95, 5, 95]]), **call)
+    model.resize_token_embeddings(120)
+    model.generate(torch.tensor([[5, 95, 5, 95]]), **call)
+    first = kept(memory.recall(model, "history", NgramHistory))[:4]
+    assert first == [5, 95, 5, 95], "larger embeddings have the tokens of all texts"
+    model.resize_token_embeddings(60)
+    output = model.generate(torch.tensor([[5, 9, 5, 9]]), **call)
+    assert kept(memory.recall(model, "history", NgramHistory)) == [*output[0].tolist(), SEPARATOR]
 
 
 def test_draft_after_a_known_prompt_is_its_answers_from_their_first_token_on() -> None:
