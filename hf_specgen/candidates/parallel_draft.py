@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.encoder_draft import embedding_size
 from hf_specgen.candidates.features import FeatureQueue
-from hf_specgen.heads.checkpoint import Fields, read_linear
+from hf_specgen.heads.checkpoint import Fields, named_errors, read_linear
 from hf_specgen.heads.config_keys import check_read
 from hf_specgen.heads.source import Source
 
@@ -38,6 +38,11 @@ class ParallelDraft:
     @classmethod
     def of(cls, model: PreTrainedModel) -> ParallelDraft | None:
         """None for a model that predicts one token at a time; `ValueError` for a key that its class does not read."""
+        with named_errors(model.name_or_path or type(model).__name__):
+            return cls._of_config(model)
+
+    @classmethod
+    def _of_config(cls, model: PreTrainedModel) -> ParallelDraft | None:
         config = Fields({name: getattr(model.config, name, None) for name in CONFIG_FIELDS})
         mask = config.optional_integer("pard_token") or config.optional_integer("ptd_token_id")
         if mask is None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import Gemma4TextConfig, PretrainedConfig
+from transformers import Gemma4TextConfig, PretrainedConfig, PreTrainedModel
 
 from hf_specgen.device_tree import Frontier
 from hf_specgen.drafter import Drafter
@@ -23,6 +23,7 @@ from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.head_file import HeadFile, count_layers
 from hf_specgen.heads.head_text import StateSource, StateText
 from hf_specgen.heads.source import first_line
+from hf_specgen.targets.model_parts import decoder_layers
 from hf_specgen.targets.row_layout import spread_rows
 from hf_specgen.targets.target import Target
 
@@ -130,12 +131,29 @@ class AssistantHead(DraftHead):
         ).last_hidden_state
         return HeadOutput(self.post_projection(output), output)
 
+    def bind(self, target: PreTrainedModel, aux_hidden_state_layers: Sequence[int] | None = None) -> BoundHead:
+        """As of every head; also checks that the layers can read the target's keys."""
+        layers = decoder_layers(target)
+        kinds = source_layers(target.config)
+        for own in (layer.self_attn for layer in cast(Any, self.model).layers):
+            source: Any = layers[kinds[own.layer_type]].self_attn if own.layer_type in kinds else None
+            found = None if source is None else (source.k_proj.out_features // source.head_dim, source.head_dim)
+            heads = own.q_proj.out_features // own.head_dim
+            if found is None or own.head_dim != found[1] or own.num_key_value_groups * found[0] != heads:
+                raise ValueError(
+                    f"the {own.layer_type} of the assistant reads keys of size {own.head_dim}, shared by "
+                    f"{own.num_key_value_groups} of its {heads} heads (num_key_value_heads), but those of this target "
+                    f"have {'no such layer' if found is None else f'{found[0]} heads of size {found[1]}'}; load the "
+                    "assistant that belongs to it"
+                )
+        return super().bind(target, aux_hidden_state_layers)
+
 
 def source_layers(target_config: PretrainedConfig) -> dict[str, int]:
     """For each layer type the target's last layer with keys and values of its own, which an assistant reads."""
     config: Any = target_config.get_text_config()
     own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
-    return {name: index for index, name in enumerate(config.layer_types[:own])}
+    return {name: index for index, name in enumerate((getattr(config, "layer_types", None) or ())[:own])}
 
 
 def load_assistant(file: HeadFile) -> AssistantHead:

@@ -221,6 +221,19 @@ SPECULATORS_MTP: list[tuple[Damage, str]] = [
     (config(transformer_layer_config={"hidden_act": "square"}), "cannot be used"),
     (config(transformer_layer_config={"hidden_size": 32}), "hidden_size 32, but this target has 64"),
 ]
+OTHER_KEYS: list[tuple[Damage, str]] = [
+    *(
+        (
+            config(text_config={"num_key_value_heads": heads}),
+            "reads keys of size 16, .* this target have 2 heads of size",
+        )
+        for heads in (1, 3, 4, 10**30)
+    ),
+    (
+        config(text_config={"per_layer_config": {"3": {"head_dim": 24, "num_key_value_heads": 1}}}),
+        "full_attention .* 24",
+    ),
+]
 INCOMPLETE = "is missing|are missing, such as|must be a matrix|of a variant that is not supported"
 MEDUSA: list[tuple[Damage, str]] = [
     (tensors(lambda t: {"something": torch.zeros(2)}), "not a draft head of a known format"),
@@ -295,7 +308,8 @@ PARD: list[tuple[Damage, str]] = [
     (config(pard_token=4096), "pard_token 4096, but the model has 128 embeddings"),
     (config(pard2_target_layers=[-1, 4]), r"has the tensors .* need a weight of \(64, 128\)"),
     (config(pard2_target_layers=[-1, 9, 4]), r"reads layers \[-1, 9, 4\] of its target"),
-    (config(pard2_target_layers="all"), "pard2_target_layers must be a list of layers, got 'all'"),
+    (config(pard2_target_layers="all"), "{folder}: pard2_target_layers must be a list of layers, got 'all'"),
+    (config(pard2_scale=None), "{folder}: pard2_scale must be a positive number"),
     (config(hidden_size="x"), "cannot load .*Field 'hidden_size' expected int, got str"),
     (config(intermediate_size=7), "cannot load .*RuntimeError"),
     (config(head_dim=0), "cannot load .*ZeroDivisionError"),
@@ -342,6 +356,17 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     **{
         name: (copied(HEAD_FIXTURES / name / "head"), lambda folder, _: load_head(folder).bind(target_of(QWEN3)), rows)
         for name, rows in LATER.items()
+    },
+    **{
+        f"assistant of {target}": (
+            copied(HEAD_FIXTURES / "gemma4_assistant" / "head"),
+            lambda folder, _, target=target: load_head(folder).bind(target_of(HEAD_FIXTURES / "targets" / target)),
+            rows,
+        )
+        for target, rows in {
+            "gemma4_text": OTHER_KEYS,
+            "llama": [(lambda _: None, "this target have no such layer; load the assistant that belongs to it")],
+        }.items()
     },
     "MTP of speculators": (
         copied(HEAD_FIXTURES / "speculators_mtp_qwen3" / "head"),
