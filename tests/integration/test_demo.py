@@ -10,7 +10,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from rich.console import Console
-from transformers import GenerationMixin
+from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from benchmarks.harness.wide import widen
@@ -62,6 +62,21 @@ def test_demo_shows_everyday_tasks_of_a_published_model(
     assert all(f"{name} (" in output for name in everyday_prompts()) and len(everyday_prompts()) == 5
     assert "(5 tasks, each answered once)" in output
     assert "the tokens of all 10 answers are those of plain generate" in output
+
+
+def test_head_for_the_published_model_reads_and_drafts() -> None:
+    """Would catch: a file that the reader refuses, rounded weights that overflow, a head shown for another model."""
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=8, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3,
+    )  # fmt: skip
+    target = LlamaForCausalLM(config).eval()
+    (strategy,) = demo.published_drafts(target)
+    assert strategy.name == "n-grams + EAGLE" and "smollm2-eagle3-head" in strategy.code
+    ids = torch.arange(5, 14)[None]
+    plain = target.generate(ids, max_new_tokens=6, do_sample=False)
+    assert torch.equal(plain, target.generate(ids, max_new_tokens=6, do_sample=False, **strategy.variant().arguments()))
+    assert demo.published_drafts(LlamaForCausalLM(LlamaConfig(**{**config.to_dict(), "num_hidden_layers": 2}))) == []
 
 
 def measured_with(seconds: dict[str, float], calls: int = 1) -> Comparison:
