@@ -222,6 +222,23 @@ def calling_at_signals(act: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
+def deferred_signals() -> Iterator[Callable[[], None]]:
+    """Raise `KeyboardInterrupt` at the end of the block, not inside it; the value is a function to raise it earlier.
+
+    Datasets computes digests of arguments in `try` blocks that catch every exception, `KeyboardInterrupt` too.
+    """
+    received: list[bool] = []
+
+    def raise_if_received() -> None:
+        if received:
+            raise KeyboardInterrupt
+
+    with calling_at_signals(lambda: received.append(True)):
+        yield raise_if_received
+    raise_if_received()
+
+
+@contextmanager
 def expected_errors() -> Iterator[None]:
     """SIGTERM raises `KeyboardInterrupt`, and a full disk an `OSError` that says so, whatever was being written."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)

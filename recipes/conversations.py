@@ -27,6 +27,8 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
+from arguments import deferred_signals
+
 Row = dict[str, Any]
 Batch = dict[str, torch.Tensor]
 Messages = list[dict[str, Any]]
@@ -211,14 +213,16 @@ def encoded(rows: Any, chat: ChatFormat, max_length: int, packing: bool = False)
     def encode(columns: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
         each = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
         found: list[dict[str, Any]] = []
+        raise_if_received()
         for number, row in zip(numbers, each, strict=True):
             with naming_row(number):
                 found += chat.encode(row, max_length)
         return {name: [row[name] for row in found] for name in ("input_ids", "labels", "length")}
 
-    result = rows.map(encode, with_indices=True, batched=True, remove_columns=list(next(iter(rows))))
-    if packing:
-        result = result.map(lambda columns: _packed(columns, max_length), batched=True)
+    with deferred_signals() as raise_if_received:
+        result = rows.map(encode, with_indices=True, batched=True, remove_columns=list(next(iter(rows))))
+        if packing:
+            result = result.map(lambda columns: _packed(columns, max_length), batched=True)
     if next(iter(result), None) is None:
         raise ValueError(f"no conversation has an answer within max_length={max_length} tokens")
     return result

@@ -34,7 +34,7 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from arguments import Arguments, differences
+from arguments import Arguments, deferred_signals, differences
 from conversations import IGNORED, Batch, Row, collate
 from hf_specgen.cli.generate import write_rows
 from hf_specgen.targets.model_parts import decoder, decoder_layers, final_norm, keeps_state, output_logits
@@ -143,7 +143,8 @@ def stored_states(args: Arguments, drafter: Any, name: str, content: Any, make_r
     if state.is_main_process:
         write_rows(folder / INDEX, [description | {"complete": False}])
         save_file(shared, folder / SHARED)
-        rows.save_to_disk(folder / ROWS)
+        with deferred_signals():
+            rows.save_to_disk(folder / ROWS)
     starts = list(range(0, len(rows), ROWS_PER_FILE))
     # A sharded target needs all processes in each of its passes: they compute the same rows, and one of them writes.
     mine = starts if args.shard_target else starts[state.process_index :: state.num_processes]

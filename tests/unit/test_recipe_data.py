@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from safetensors import SafetensorError
 
-from arguments import SIGNALS, Options, calling_at_signals, launch, parse, preset
+from arguments import SIGNALS, Options, calling_at_signals, expected_errors, launch, parse, preset
 from conversations import (
     IGNORED,
     ChatFormat,
@@ -312,6 +312,22 @@ def test_the_first_signal_is_a_request_and_the_second_one_ends(first: signal.Sig
             signal.raise_signal(second)
     assert requests == [1, 1]
     assert [signal.getsignal(one) for one in SIGNALS] == before
+
+
+class SignalWhenPickled(dict[str, Any]):
+    """Settings of a chat template; a signal arrives while datasets computes the digest of `encode`."""
+
+    def __reduce__(self) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return dict, ()
+
+
+def test_encoded_ends_at_a_signal_that_datasets_catches(tokenizer: Any) -> None:
+    """Would catch: Ctrl-C that is lost in `except:` of datasets, so that the run goes on to its end."""
+    chat = ChatFormat(tokenizer)
+    chat._kwargs = SignalWhenPickled()
+    with pytest.raises(KeyboardInterrupt), expected_errors():
+        encoded(Dataset.from_list([{"prompt": "a", "response": "b"}] * 4), chat, 50)
 
 
 def test_launch_refuses_what_accelerate_starts_once_on_cpus(monkeypatch: Any) -> None:
