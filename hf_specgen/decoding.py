@@ -165,7 +165,8 @@ class DecodingSteps:
             passes = None if passes is None else tuple(passes)
             context = self.call.context_length
             pass_rows, tokens_per_row = self.target.pass_shape(1 + tree.nodes)
-            step = StepRecord(self.max_depths, outcomes, tokens_per_row, seconds, passes, context, pass_rows)
+            loss = self.draft_session.separate_loss
+            step = StepRecord(self.max_depths, outcomes, tokens_per_row, seconds, passes, context, pass_rows, loss)
             self.policy.observe(step)
             if self._monitor is not None:
                 self._monitor.observe(step)

@@ -53,6 +53,8 @@ class DraftSession(ABC):
     top_tokens: int = 0
     """How many of the target's most likely next tokens `observe` receives for every input token of a step, as
     `VerificationResult.top_tokens`; if not 0, `observe` is called after the prefill too."""
+    separate_loss: float = 0.0
+    """Plain steps of the loss of the last step that the session counts itself, see `NetworkLoss`."""
 
     def __init__(self, batch: DraftBatch):
         self.batch = batch
@@ -114,6 +116,7 @@ class WrappedSession(DraftSession):
 
     def observe(self, result: VerificationResult) -> None:
         self._session.observe(result_for(result, self._own_draft))
+        self.separate_loss = self._session.separate_loss
 
     def end(self) -> None:
         self._session.end()

@@ -10,20 +10,20 @@ Token Recycling or EAGLE; there one of them drafts a step, here both may.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from transformers import PreTrainedModel
 
 from hf_specgen.call import DraftingSettings, Prediction, memory
-from hf_specgen.candidates.acceptance import MAX_PROBABILITY
 from hf_specgen.candidates.base import Candidates, DraftSession, StartSession, Tree, checked_draft
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first, draft_rows
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_heads import MTPCandidates
+from hf_specgen.candidates.merged_tree import Origin, Proposals, UnproposedTokens, merged_children
+from hf_specgen.candidates.network_loss import NetworkLoss
 from hf_specgen.candidates.ngram import NgramCandidates
 from hf_specgen.candidates.ngram_history import NgramHistory
 from hf_specgen.candidates.recycling import RecyclingCandidates, RecyclingSession
@@ -37,7 +37,6 @@ from hf_specgen.verification.result import VerificationResult, result_for
 ENOUGH_TOKENS = 7.0
 """Expected tokens of a step from which the draft of the members without a pass is verified alone: a network then adds
 0.3 to 0.8 tokens, below 1.4 to 3.9."""
-UNPROPOSED = 0.03  # factor of the acceptance of a copied token that a network does not propose after the same path
 Preset = Literal["auto", "latency", "throughput", "memory"]
 MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Fields of configs with the number of multi-token prediction layers."""
@@ -141,10 +140,21 @@ class _CombinedSession(DraftSession):
         # The first part of a step: the tree of the members without a forward pass, and whether the others draft too.
         self._tree_without_pass: DraftTree | None = None
         self._needs_networks = False
+        self._proposals: list[Proposals] = []
+        self._unproposed = UnproposedTokens()
+        self._network_loss = NetworkLoss(batch)
+        self._copied = DraftTree.empty(batch.state.batch)  # the tree of the step without networks
+        self._verified = self._copied
         self.passes: list[int] = []
 
     def observe(self, result: VerificationResult) -> None:
         """Pass the outcome on to every member as one of its own draft."""
+        if any(draft.nodes for draft in self._drafts[self._first_network :]):
+            for proposals, tokens in zip(self._proposals, result.tokens, strict=True):
+                self._unproposed.observe(proposals, tokens)
+        if self._uses_networks:
+            loss = self._network_loss.observe(result, self._copied, self._verified, self.passes)
+            self.separate_loss = loss
         for (session, _), draft in zip(self._members, self._drafts, strict=True):
             session.observe(result_for(result, draft))
 
@@ -168,7 +178,8 @@ class _CombinedSession(DraftSession):
         # Of a step with this tree, for each row that has a draft.
         expected = [1 + sum(row) for row in tree.probability or () if row]
         is_enough = bool(expected) and sum(expected) / len(expected) >= ENOUGH_TOKENS
-        self._needs_networks = self._uses_networks and not is_enough
+        self._needs_networks = self._uses_networks and not is_enough and not self._network_loss.is_too_high
+        self._copied = tree
         return tree
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
@@ -185,6 +196,7 @@ class _CombinedSession(DraftSession):
                 self._needs_networks = False  # nothing is merged, and no further member drafts
         if self._needs_networks and any(draft.nodes for draft in self._drafts[self._first_network :]):
             tree = self._search(max_depths, self.passes)
+        self._verified = tree
         return tree
 
     def _draft_member(self, session: DraftSession, k: int, max_depths: Sequence[int]) -> DraftTree:
@@ -195,69 +207,14 @@ class _CombinedSession(DraftSession):
     def _search(self, max_depths: Sequence[int], passes: Sequence[int] | None = None) -> DraftTree:
         """The most probable tree of what the members proposed, extended by Token Recycling."""
 
-        def search(row: int, limits: SearchLimits) -> SearchTree[_Origin]:
-            children = merged_children(self._drafts, self._first_network, row, self._recycling)
-            root = _Origin(self.batch.state.last_token(row), dict.fromkeys(range(len(self._drafts)), -1))
+        self._proposals = [Proposals(self._drafts, self._first_network, row) for row in range(len(max_depths))]
+
+        def search(row: int, limits: SearchLimits) -> SearchTree[Origin]:
+            children = merged_children(self._proposals[row], self._unproposed.factor, self._recycling)
+            root = self._proposals[row].root(self.batch.state.last_token(row))
             return best_first(root, children, max_depths[row], limits)
 
         return draft_rows(self.batch, self._size, max_depths, search, passes)[0]
-
-
-class _Origin(NamedTuple):
-    """Where a token comes from: its node in the draft of each member, by number, that has it."""
-
-    token: int
-    nodes: dict[int, int]
-
-
-def merged_children(
-    drafts: Sequence[DraftTree], first_network: int, row: int, recycling: RecyclingSession | None
-) -> Callable[[_Origin, int], list[tuple[int, float, _Origin]]]:
-    """A function that returns the children of a node of the merged tree of a row, most likely first.
-
-    Estimates of several members are combined as if they were independent; Token Recycling gets the probability that
-    they leave. Where a network drafted, which has processed the text that others copy from, other tokens are
-    improbable.
-    """
-    proposed = [node_children(draft, row) for draft in drafts]
-
-    def children(origin: _Origin, depth: int) -> list[tuple[int, float, _Origin]]:
-        values: dict[int, float] = {}
-        nodes = defaultdict[int, dict[int, int]](dict)
-        drawn = set[int]()
-        for number, parent in origin.nodes.items():
-            for child, token, acceptance in proposed[number].get(parent, ()):
-                values[token] = 1 - (1 - values.get(token, 0.0)) * (1 - acceptance)
-                nodes[token][number] = child
-                if number >= first_network:
-                    drawn.add(token)
-        if drawn:
-            values = {token: value if token in drawn else UNPROPOSED * value for token, value in values.items()}
-        elif recycling is not None:
-            rest = max(0.0, 1 - sum(values.values()))
-            for token, acceptance in recycling.candidate_tokens(origin.token):
-                before = values.get(token, 0.0)
-                values[token] = before + rest * acceptance if before else min(rest, acceptance)
-        scale = 1 / max(1.0, sum(values.values()))
-        ranked = sorted(values.items(), key=lambda one: -one[1])
-        return [(token, scale * value, _Origin(token, nodes[token])) for token, value in ranked]
-
-    return children
-
-
-def node_children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, float]]]:
-    """For each node of a row's draft (-1 for the last token), its children: node, token, acceptance."""
-    tokens = draft.token_lists()[row]
-    parents = draft.parents[row]
-    path = None if draft.probability is None else draft.probability[row]
-    below: dict[int, list[tuple[int, int, float]]] = {}
-    for node, parent in enumerate(parents):
-        acceptance = 0.6  # assumed where a strategy estimates nothing
-        if path is not None:
-            above = path[parent] if parent >= 0 else 1.0
-            acceptance = min(MAX_PROBABILITY, path[node] / above) if above > 0 else 0.0
-        below.setdefault(parent, []).append((node, tokens[node], acceptance))
-    return below
 
 
 def _passes(session: DraftSession, draft: DraftTree) -> Sequence[int]:

@@ -22,9 +22,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specgen.call import Call
 from hf_specgen.candidates.base import DraftChange, Tree, vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first, draft_rows
-from hf_specgen.candidates.combined import node_children
 from hf_specgen.candidates.cross_tokenizer import target_tokenizer
 from hf_specgen.candidates.draft_batch import DraftBatch
+from hf_specgen.candidates.merged_tree import node_children
 from hf_specgen.candidates.ngram import MatchOdds, vote
 from hf_specgen.candidates.ngram_history import OWN
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, NgramIndex

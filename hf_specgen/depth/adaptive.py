@@ -57,7 +57,8 @@ class AdaptiveDepth(Policy):
     pauses while the losses of a call, less the gains and 2% of the plain steps, exceed 1.5 plain steps, the tokens that
     the drafter has to process before its next draft included. So no call is slower than plain decoding by more than 2%,
     1.5 plain steps and one draft, beside the drafter's prefill; where that takes more than 8% of the plain steps of the
-    call, only drafts without a forward pass are made. T(q) of the target and the time of drafting are measured once per
+    call, only drafts without a forward pass are made. In a combination the drafters may lose 0.75 plain steps more, see
+    `NetworkLoss`. T(q) of the target and the time of drafting are measured once per
     model, rows and context (`hf_specgen.depth.calibrate`): by the first steps on a CPU, of which the first one has no
     draft, on an accelerator in the time of eight to twelve plain steps. All ranks of a tensor-parallel model use the
     first rank's.
@@ -250,6 +251,7 @@ class AdaptiveSession(PolicySession):
             emitted = sum(row.emitted for row in rows) / max(1, len(rows))
             seconds = latency.target.seconds_of(step.pass_rows * step.tokens_per_row)
             self._loss.count(latency, step.pass_rows, seconds, step.passes, emitted)
+            self._loss.add(-step.separate_loss)
             memory.store(self._model, self._key, self._loss)
         # How often a token is accepted, given that those before it are: of each row up to the first rejected one.
         if drafted:
