@@ -315,6 +315,8 @@ def _consistent(case: Case) -> Case:
         changes["return_dict"] = True
     if case.architecture in ("mamba", "falcon_mamba"):  # whose cache has no length, which a divided prefill asks for
         changes["prefill_chunk_size"] = None
+    if case.architecture == "falcon" and case.cache == "static_setting":  # a divided prefill allocates all heads for it
+        changes["prefill_chunk_size"] = None
     if case.architecture == "gpt_neo" and case.cache.startswith("static"):  # its local mask is as long as the text
         changes["cache"] = "none"
     if "uno" in case.strategies() and case.intervention == "activated_lora":  # made for the changed model
