@@ -18,7 +18,8 @@ class NetworkLoss:
     """Time that networks have lost, in plain steps, compared with the same steps without them.
 
     A step with a draft of networks loses the time of drafting and of verifying more nodes. It gains the tokens that the
-    tree of the other members does not have; each is worth the time that these members take for a token in this call.
+    tree of the other members does not have; each is worth the time that these members take for a token in this call. That
+    the merged tree lacks a copied token is no loss of the networks: `UnproposedTokens` corrects it.
     Networks pause while the loss is too high, and may lose 2% of the steps again, as with `AdaptiveDepth`. Without a
     latency model they never pause.
     """
@@ -64,7 +65,7 @@ class NetworkLoss:
         before = self._loss.plain_steps
         if passes:
             with_networks = latency.target.seconds_of(rows * (1 + verified.nodes)) + latency.drafter.draft(passes)
-            gained = (emitted - tokens) * self._seconds / self._tokens
+            gained = max(0.0, emitted - tokens) * self._seconds / self._tokens
             self._loss.add(with_networks / plain - seconds - gained)
         elif self.is_too_high:
             self._loss.add(-LOSS_PER_STEP)
