@@ -18,10 +18,10 @@ class NetworkLoss:
     """Time that networks have lost, in plain steps, compared with the same steps without them.
 
     A step with a draft of networks loses the time of drafting and of verifying more nodes. It gains the tokens that the
-    tree of the other members does not have; each is worth the time that these members take for a token in this call. That
-    the merged tree lacks a copied token is no loss of the networks: `UnproposedTokens` corrects it.
-    Networks pause while the loss is too high, and may lose 2% of the steps again, as with `AdaptiveDepth`. Without a
-    latency model they never pause.
+    tree of the other members does not have; each is worth the time that these members take for a token in this call.
+    That the merged tree lacks a copied token is no loss of the networks: `UnproposedTokens` corrects it. Networks pause
+    while the loss is too high, and may lose 2% of the steps again, as with `AdaptiveDepth`. Without a latency model
+    they never pause.
     """
 
     def __init__(self, batch: DraftBatch):
