@@ -166,7 +166,16 @@ class DecodingSteps:
             context = self.call.context_length
             pass_rows, tokens_per_row = self.target.pass_shape(1 + tree.nodes)
             loss = self.draft_session.separate_loss
-            step = StepRecord(self.max_depths, outcomes, tokens_per_row, seconds, passes, context, pass_rows, loss)
+            step = StepRecord(
+                self.max_depths,
+                outcomes,
+                tokens_per_row,
+                seconds=seconds,
+                drafter_passes=passes,
+                context=context,
+                computed_rows=pass_rows,
+                separate_loss=loss,
+            )
             self.policy.observe(step)
             if self._monitor is not None:
                 self._monitor.observe(step)
@@ -280,7 +289,7 @@ class DecodingLoop(DecodingSteps):
 
 
 class StepTimer:
-    """Measures wall time by part: of the call in `seconds`, of the present step in `step` (`STEP_PARTS` alone)."""
+    """Measures wall time by part: of the call in `seconds`, of the step in `step` (`STEP_PARTS` and `THREAD`)."""
 
     def __init__(self) -> None:
         self.started = perf_counter()

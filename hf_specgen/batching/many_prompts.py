@@ -284,7 +284,10 @@ class _Batch:
             self._candidates.speculation = self.statistics
 
     def _begin(self, calls: Iterator[_PromptCall], max_rows: int) -> Iterator[Completion]:
-        """Prefill the next prompts in place of answered ones, up to one that fails; yields those that end at once."""
+        """Prefill the next prompts in place of answered ones, up to one that fails; yields completed ones.
+
+        A prompt that shares no passes is decoded here. Others can end with their first token.
+        """
         while self._failure is None and len(self._calls) < max_rows:
             try:
                 call = next(calls, None)

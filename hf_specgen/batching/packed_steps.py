@@ -53,9 +53,9 @@ Moves = dict[str, tuple[list[int], list[int]]]
 class PackedSteps:
     """Adds drafts to the packed steps of one batch processor, and verifies them; called by its thread alone.
 
-    They are Transformers' `ContinuousBatchProcessor` and `ContinuousBatchingManager`; `finished` receives the counters
-    of every request that has ended. Request ``req_<i>`` is sampled as `torch.manual_seed(seed + i)` and `generate`
-    would sample it alone.
+    `processor` and `manager` are Transformers' `ContinuousBatchProcessor` and `ContinuousBatchingManager`; `finished`
+    receives the counters of every request that has ended. Request ``req_<i>`` is sampled as
+    `torch.manual_seed(seed + i)` and `generate` would sample it alone.
     """
 
     def __init__(self, processor: Any, manager: Any, settings: Settings, finished: Callable[[Statistics], None]):
@@ -83,7 +83,7 @@ class PackedSteps:
         self._requests: dict[str, Request] = {}
         # Of the present step:
         self._step: list[tuple[Any, Request]] = []  # the requests in it, each after its `FutureRequestState`
-        self._decoding = 0  # requests that decode; the others are in their prefill
+        self._num_decoding = 0  # requests that decode; the others are in their prefill
         self._drafted = 0  # draft tokens
         self._seconds: Floats | None = None  # predicted, with 0, 1, 2, … draft tokens
         self._began = 0.0  # when its pass began
@@ -96,8 +96,8 @@ class PackedSteps:
         The step has so many tokens so far, and at most `token_budget`.
         """
         self._update_requests(scheduled)
-        most = max(0, token_budget - tokens) if self._decoding else 0  # draft tokens
-        self._shared.begin([request.steps for _, request in self._step], self._decoding)
+        most = max(0, token_budget - tokens) if self._num_decoding else 0  # draft tokens
+        self._shared.begin([request.steps for _, request in self._step], self._num_decoding)
         self._seconds = self._predicted_seconds(tokens, token_budget)
         self._draft(most)
         counts = self._counts(most)
@@ -119,22 +119,22 @@ class PackedSteps:
         # A pass over the decoding requests alone, plus what the draft tokens add to the step. The time of prompts in
         # the step is left out, as it does not depend on drafts.
         seconds = step_seconds(self._shared.latency.target, token_budget)
-        predicted: Floats = seconds[self._decoding] + (seconds[tokens:] - seconds[tokens])
+        predicted: Floats = seconds[self._num_decoding] + (seconds[tokens:] - seconds[tokens])
         return predicted
 
     def _update_requests(self, scheduled: Sequence[Any]) -> None:
-        """End cancelled requests, begin new ones, and set `_step` and `_decoding`."""
+        """End cancelled requests, begin new ones, and set `_step` and `_num_decoding`."""
         for name in filter(self._processor.scheduler.request_is_cancelled, list(self._requests)):
             self._finished(self._requests.pop(name).end())
         for future in scheduled:
             if future.state.request_id not in self._requests:
                 self._requests[future.state.request_id] = Request(future.state, self._request_settings)
         self._step = [(future, self._requests[future.state.request_id]) for future in scheduled]
-        self._decoding = sum(bool(future.has_new_token and future.state.generated_tokens) for future in scheduled)
+        self._num_decoding = sum(bool(future.has_new_token and future.state.generated_tokens) for future in scheduled)
 
     def _draft(self, most: int) -> None:
         """Draft for the decoding requests, if a step with up to `most` draft tokens, all accepted, would be faster."""
-        may_be_faster = self._seconds is None or fastest_count([1.0] * most, self._decoding, self._seconds) > 0
+        may_be_faster = self._seconds is None or fastest_count([1.0] * most, self._num_decoding, self._seconds) > 0
         planned = [(future, request) for future, request in self._step if future.has_new_token and request.text]
         # A request that was evicted, and ends its second prefill in this step, has text but no `generated_tokens`. Its
         # step is planned without a draft, as `Request.commit` calls `end_step` for every request with text.
@@ -154,7 +154,7 @@ class PackedSteps:
         ranked = sorted(gains_of_requests, key=lambda gain_and_number: -gain_and_number[0])[:most]
         count = len(ranked)
         if ranked and self._seconds is not None:
-            count = fastest_count([gain for gain, _ in ranked], self._decoding, self._seconds[: 1 + count])
+            count = fastest_count([gain for gain, _ in ranked], self._num_decoding, self._seconds[: 1 + count])
         return Counter(number for _, number in ranked[:count])
 
     def _has_slots(self, state: Any, tokens: int) -> bool:
@@ -238,7 +238,7 @@ class PackedSteps:
         for (future, request), scores in zip(self._step, self._scores.split(slots), strict=True):
             if not future.has_new_token:
                 continue
-            if self._decoding == len(self._step):  # a step with prompts would be no measurement of a decoding step
+            if self._num_decoding == len(self._step):  # a step with prompts would be no measurement of a decoding step
                 request.steps.timer.add("forward", seconds)
             tokens = request.commit(scores)
             # All of them but the last one, which Transformers appends.
@@ -254,7 +254,7 @@ class PackedSteps:
             if request.steps.state.has_ended(0):
                 self._finished(self._requests.pop(future.state.request_id).end())
         if self._seconds is not None:
-            self._shared.count_loss(self._seconds[self._drafted], self._decoding + accepted, self._shared.passes)
+            self._shared.count_loss(self._seconds[self._drafted], self._num_decoding + accepted, self._shared.passes)
         transformers_batching.move_slots(self._cache, moves)
         return last_tokens, last_logprobs if self._processor.return_logprobs else None
 

@@ -8,8 +8,8 @@ how deep they draft, the shared session drafts for all of them at once:
     call C  RowSession.plan(2) --+     one session with three rows        +-- RowSession.draft: tree of C
 
 The shared session is any session of the strategy. It reads the rows through the interfaces of a `DraftBatch`:
-`SharedTexts`, `SharedTargets` and `SharedSampling` here give it what the batch of each call has. Calls join it with
-their first draft, and leave it when they end.
+`SharedTexts`, `SharedTargets` and `SharedSampling` here give it what the batch of each call has. Calls join it
+when they first plan a step, and leave it when they end.
 """
 
 from __future__ import annotations

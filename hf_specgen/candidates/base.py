@@ -54,7 +54,7 @@ class DraftSession(ABC):
     """How many of the target's most likely next tokens `observe` receives for every input token of a step, as
     `VerificationResult.top_tokens`; if not 0, `observe` is called after the prefill too."""
     separate_loss: float = 0.0
-    """Plain steps of the loss of the last step that the session counts itself, see `NetworkLoss`."""
+    """Part of the loss of the last step, in plain steps, that the policy leaves out: see `DrafterLoss`."""
 
     def __init__(self, batch: DraftBatch):
         self.batch = batch

@@ -49,7 +49,7 @@ class SearchLimits:
 def best_first(
     root: Tag, children: Callable[[Tag, int], Iterable[tuple[int, float, Tag]]], depth: int, limits: SearchLimits
 ) -> SearchTree[Tag]:
-    """The most probable tree.
+    """The most probable tree. `children` yields token, acceptance and tag of each child, most likely first.
 
     Example:
         >>> best_first(0, lambda tag, depth: [(tag + 1, 0.6, tag + 1), (9, 0.3, 9)], 2, SearchLimits(3)).tokens
@@ -63,11 +63,13 @@ def best_first(
     def push(siblings: Iterator[tuple[int, float, Tag]], parent: int, level: int, above: float) -> None:
         """Push the next child of a node; the one after it is pushed when it is added."""
         nonlocal age
-        for token, probability, tag in siblings:
-            if above * probability > limits.min_probability:
-                age += 1
-                heappush(heap, (-above * probability, age, parent, level, token, tag, siblings, above))
+        following = next(siblings, None)
+        if following is None:
             return
+        token, probability, tag = following
+        if above * probability > limits.min_probability:
+            age += 1
+            heappush(heap, (-above * probability, age, parent, level, token, tag, siblings, above))
 
     if depth > 0:
         push(iter(children(root, 0)), -1, 1, 1.0)
@@ -95,7 +97,7 @@ def draft_rows(
 ) -> tuple[DraftTree, list[SearchTree[Tag]]]:
     """Search a tree for every row and cut it to the size to verify.
 
-    `passes` of a drafter were made for the trees. `scale` corrects path probabilities where the size is chosen.
+    Only the size depends on `passes`, those of a drafter so far, and on `scale`, a factor of the path probabilities.
     """
     if not any(depths):
         return DraftTree.empty(len(depths)), [SearchTree() for _ in depths]

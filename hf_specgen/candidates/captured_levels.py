@@ -83,10 +83,10 @@ class Proposals:
 
     def _of_all_tokens(self, probabilities: torch.Tensor) -> torch.Tensor:
         """`[…, draft vocab]` to `[…, vocab]`: 0 for tokens that the drafter does not have."""
-        padded = pad(probabilities, (0, self.vocab - probabilities.shape[-1]))
         if self.token_ids is None:
-            return padded
-        return torch.zeros_like(padded).index_copy(-1, self.token_ids, probabilities)
+            return pad(probabilities, (0, self.vocab - probabilities.shape[-1]))
+        zeros = probabilities.new_zeros(*probabilities.shape[:-1], self.vocab)
+        return zeros.index_copy(-1, self.token_ids, probabilities)
 
 
 class TextInputs(NamedTuple):

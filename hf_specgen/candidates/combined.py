@@ -22,8 +22,8 @@ from hf_specgen.candidates.base import Candidates, DraftSession, StartSession, T
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first, draft_rows
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_heads import MTPCandidates
-from hf_specgen.candidates.merged_tree import Origin, Proposals, UnproposedTokens, merged_children
-from hf_specgen.candidates.network_loss import NetworkLoss
+from hf_specgen.candidates.drafter_loss import DrafterLoss
+from hf_specgen.candidates.merged_tree import MemberDrafts, MergedNode, UnproposedTokens, merged_children
 from hf_specgen.candidates.ngram import NgramCandidates
 from hf_specgen.candidates.ngram_history import NgramHistory
 from hf_specgen.candidates.recycling import RecyclingCandidates, RecyclingSession
@@ -35,8 +35,8 @@ from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult, result_for
 
 ENOUGH_TOKENS = 7.0
-"""Expected tokens of a step from which the draft of the members without a pass is verified alone: a network then adds
-0.3 to 0.8 tokens, below 1.4 to 3.9."""
+"""Expected tokens of a step from which the draft of the members without a pass is verified alone: from there on a
+drafter with a pass adds 0.3 to 0.8 tokens to a step; in steps with fewer expected tokens it adds 1.4 to 3.9."""
 Preset = Literal["auto", "latency", "throughput", "memory"]
 MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Fields of configs with the number of multi-token prediction layers."""
@@ -92,7 +92,7 @@ class CombinedCandidates(Candidates):
 
     def with_history(self, history: NgramHistory) -> CombinedCandidates:
         if not self.uses_prediction:
-            super().with_history(history)
+            super().with_history(history)  # raises a ValueError
         members = [one.with_history(history) if one.uses_prediction else one for one in self.strategies]
         return self._changed(strategies=tuple(members), drafter=members)
 
@@ -128,32 +128,33 @@ class _CombinedSession(DraftSession):
         members.sort(key=lambda member: not member[0].negligible_draft_cost)
         self._size = settings.tree
         self._members = [(start(batch), strategy.k) for strategy, start in members]
-        self._first_network = sum(strategy.negligible_draft_cost for strategy in settings.strategies)
+        self._num_without_pass = sum(strategy.negligible_draft_cost for strategy in settings.strategies)
         self.top_tokens = max(session.top_tokens for session, _ in self._members)
         recycling = (session for session, _ in self._members if isinstance(session, RecyclingSession))
         self._recycling = next(recycling, None)
         # Nodes cannot be added to a draft that an early-exit target has run its first layers on. Rejection sampling
         # verifies every node that was drawn: copied ones beside them cost more than they yield.
         self._verifies_one = batch.wants_q or isinstance(batch.target, EarlyExitTarget)
-        self._uses_networks = batch.affords_prefill()
+        # A short call does not make up for the prefill of drafters.
+        self._uses_drafters = self._num_without_pass < len(members) and batch.affords_prefill()
         self._drafts = [DraftTree.empty(batch.state.batch)] * len(members)
-        # The first part of a step: the tree of the members without a forward pass, and whether the others draft too.
-        self._tree_without_pass: DraftTree | None = None
-        self._needs_networks = False
-        self._proposals: list[Proposals] = []
+        # The first part of a step: whether it is done, by `plan`, and whether members with a forward pass draft too.
+        self._is_planned = False
+        self._needs_drafters = False
+        self._member_drafts: list[MemberDrafts] = []
         self._unproposed = UnproposedTokens()
-        self._network_loss = NetworkLoss(batch)
-        self._copied = DraftTree.empty(batch.state.batch)  # the tree of the step without networks
-        self._verified = self._copied
+        self._drafter_loss = DrafterLoss(batch)
+        self._copied = DraftTree.empty(batch.state.batch)  # the tree of the members without a forward pass
+        self._drafted = self._copied  # the tree that the session has returned
         self.passes: list[int] = []
 
     def observe(self, result: VerificationResult) -> None:
-        """Pass the outcome on to every member as one of its own draft."""
-        if any(draft.nodes for draft in self._drafts[self._first_network :]):
-            for proposals, tokens in zip(self._proposals, result.tokens, strict=True):
-                self._unproposed.observe(proposals, tokens)
-        if self._uses_networks:
-            loss = self._network_loss.observe(result, self._copied, self._verified, self.passes)
+        """Update the estimates of the merged tree and the loss of the drafters, then pass the outcome on."""
+        if any(draft.nodes for draft in self._drafts[self._num_without_pass :]):
+            for member_drafts, tokens in zip(self._member_drafts, result.tokens, strict=True):
+                self._unproposed.observe(member_drafts, tokens)
+        if self._uses_drafters:
+            loss = self._drafter_loss.observe(result, self._copied, self._drafted, self.passes)
             self.separate_loss = loss
         for (session, _), draft in zip(self._members, self._drafts, strict=True):
             session.observe(result_for(result, draft))
@@ -164,39 +165,40 @@ class _CombinedSession(DraftSession):
 
     def plan(self, max_depths: Sequence[int]) -> None:
         """Draft with the members that have no forward pass, and choose how deep the others draft."""
-        self._tree_without_pass = self._draft_without_pass(max_depths)
-        for session, k in self._members[self._first_network :]:
-            session.plan([min(depth, k) if self._needs_networks else 0 for depth in max_depths])
+        self._draft_without_pass(max_depths)
+        self._is_planned = True
+        for session, k in self._members[self._num_without_pass :]:
+            session.plan([min(depth, k) if self._needs_drafters else 0 for depth in max_depths])
 
-    def _draft_without_pass(self, max_depths: Sequence[int]) -> DraftTree:
-        """The tree of the members that have no forward pass; sets whether the others draft too."""
+    def _draft_without_pass(self, max_depths: Sequence[int]) -> None:
+        """Draft with the members that have no forward pass; sets their tree, and whether the others draft too."""
         self._drafts = []
         self.passes = []
-        for session, k in self._members[: self._first_network]:
+        # Token Recycling has no draft here: it extends the merged tree, see `merged_children`.
+        for session, k in self._members[: self._num_without_pass]:
             self._draft_member(session, 0 if session is self._recycling else k, max_depths)
         tree = self._search(max_depths)
         # Of a step with this tree, for each row that has a draft.
         expected = [1 + sum(row) for row in tree.probability or () if row]
         is_enough = bool(expected) and sum(expected) / len(expected) >= ENOUGH_TOKENS
-        self._needs_networks = self._uses_networks and not is_enough and not self._network_loss.is_too_high
+        self._needs_drafters = self._uses_drafters and not is_enough and not self._drafter_loss.is_too_high
         self._copied = tree
-        return tree
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         """The members' drafts in one tree."""
-        tree = self._tree_without_pass
-        if tree is None:
-            tree = self._draft_without_pass(max_depths)
-        self._tree_without_pass = None
-        for session, k in self._members[self._first_network :]:
-            draft = self._draft_member(session, k if self._needs_networks else 0, max_depths)
+        if not self._is_planned:
+            self._draft_without_pass(max_depths)
+        self._is_planned = False
+        tree = self._copied
+        for session, k in self._members[self._num_without_pass :]:
+            draft = self._draft_member(session, k if self._needs_drafters else 0, max_depths)
             self.passes += _passes(session, draft)
             if draft.nodes and self._verifies_one:
                 tree = draft
-                self._needs_networks = False  # nothing is merged, and no further member drafts
-        if self._needs_networks and any(draft.nodes for draft in self._drafts[self._first_network :]):
+                self._needs_drafters = False  # nothing is merged, and no further member drafts
+        if self._needs_drafters and any(draft.nodes for draft in self._drafts[self._num_without_pass :]):
             tree = self._search(max_depths, self.passes)
-        self._verified = tree
+        self._drafted = tree
         return tree
 
     def _draft_member(self, session: DraftSession, k: int, max_depths: Sequence[int]) -> DraftTree:
@@ -207,11 +209,13 @@ class _CombinedSession(DraftSession):
     def _search(self, max_depths: Sequence[int], passes: Sequence[int] | None = None) -> DraftTree:
         """The most probable tree of what the members proposed, extended by Token Recycling."""
 
-        self._proposals = [Proposals(self._drafts, self._first_network, row) for row in range(len(max_depths))]
+        self._member_drafts = [
+            MemberDrafts(self._drafts, self._num_without_pass, row) for row in range(len(max_depths))
+        ]
 
-        def search(row: int, limits: SearchLimits) -> SearchTree[Origin]:
-            children = merged_children(self._proposals[row], self._unproposed.factor, self._recycling)
-            root = self._proposals[row].root(self.batch.state.last_token(row))
+        def search(row: int, limits: SearchLimits) -> SearchTree[MergedNode]:
+            children = merged_children(self._member_drafts[row], self._unproposed.factor, self._recycling)
+            root = self._member_drafts[row].root(self.batch.state.last_token(row))
             return best_first(root, children, max_depths[row], limits)
 
         return draft_rows(self.batch, self._size, max_depths, search, passes)[0]

@@ -64,7 +64,7 @@ class LoadedDraft:
 class _CachedRow:
     """How much of a row's text is in the cache of the draft model: the first `cached` tokens.
 
-    The first pass has processed the first `begin` of them, but the `skipped` ones in the middle of its window.
+    The prefill has processed the first `begin` of them, without the `skipped` ones that the window leaves out.
     """
 
     text: DraftText
@@ -210,7 +210,7 @@ class DraftModelDrafter(Drafter[UncachedText]):
         self.reader.append_rows(reader)
 
     def _begin(self, rows: Sequence[_CachedRow], restarts: bool = False) -> Target:
-        """A target before its prefill, whose prompts are these texts, or what the window has of them.
+        """A target before its prefill for these rows, whose counts are reset; prompts are the texts, cut to the window.
 
         Without the window, unless one of them exceeds it. Texts that restart do so without their last token, which the
         next pass computes.
@@ -247,7 +247,7 @@ class DraftModelDrafter(Drafter[UncachedText]):
         return 1 + sum(window) if window is not None and window.is_exceeded_by(row.length) else row.length
 
     def _limited(self, max_depths: Sequence[int]) -> list[int]:
-        """How deep each row can draft: within its positions and cache slots, and where its text is complete."""
+        """Update the texts; how deep each row can draft in its positions and slots, 0 if its text is incomplete."""
         generated = self._batch.state.generated
         is_complete = [row.text.extend(tokens) for row, tokens in zip(self._rows, generated, strict=True)]
         if max(map(self._length, self._rows)) + MAX_DRAFT_SLOTS > self.reader.slot_limit:

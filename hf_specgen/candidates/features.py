@@ -46,7 +46,7 @@ class _Queue:
 
 
 class FeatureQueue:
-    """The hidden states of accepted tokens that a head has not processed, for its drafter; of a text in its window."""
+    """Hidden states of accepted tokens that a head has not processed; beyond a window, all states inside it again."""
 
     def __init__(self, batch: DraftBatch, layers: Sequence[int], window: DraftWindow | None = None):
         self._batch = batch

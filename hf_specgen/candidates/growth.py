@@ -156,7 +156,7 @@ class Growth:
             paths, index = self._expandable.topk(width, dim=1)
             self._expansions.append(Expansion(paths, index))
             tokens = tokens.gather(1, index)
-            # In a level the groups are in the order of the last frontier, which was one node before the first pass.
+            # In a level the groups are in the order of the frontier before this one, which at first is the root.
             parent_index = index // self.children if len(self._widths) > 1 else None
             depths = self.constants.depths[: 1 + self.expanded]
         self._ancestors = Ancestors(len(self.max_depths), width, self.device, self._ancestors, parent_index)
@@ -177,7 +177,7 @@ class Growth:
         return _constants(self.children, self._widths + (width,) * passes, self.device)
 
     def packed(self) -> tuple[LevelTensors, ...]:
-        """All levels so far, packed: the last `LevelTensors` has those since the last call. Called after `add`."""
+        """All levels so far, in one `LevelTensors` for each call that found new levels. Called after `add`."""
         first = self._packed_levels  # the index of the first level that is not packed
         if first < len(self._levels):
             # `_levels[i]` comes after `_expansions[i - 1]`, and `_levels[0]` after none.
@@ -201,7 +201,7 @@ class Growth:
         return growth
 
     def extend(self, tensors: LevelTensors, selection: Selection | None = None) -> None:
-        """Add levels that were packed, as `expand` and `add` have added them to the tree they were packed of.
+        """Add packed levels: the state afterwards is that of the tree from which they were packed.
 
         Args:
             tensors: the levels after the present ones.
@@ -342,10 +342,10 @@ def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> 
     level_starts = [0]
     expanded = 0
     for level, width in enumerate(widths, start=1):
-        # Group n + 1 has the children of number n; a level begins with children of the first node of the last pass.
-        first_group = 1 if level == 1 else 2 + expanded - widths[level - 2]
+        # A level begins with group n + 1, the children of number n: the first node of the last pass, or the root.
+        first_parent = 0 if level == 1 else 1 + expanded - widths[level - 2]
         depths += [level] * width
-        level_starts += [first_group * children] * width
+        level_starts += [(first_parent + 1) * children] * width
         expanded += width
     groups = 2 + expanded
     size = groups * children

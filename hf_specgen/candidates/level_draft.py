@@ -1,6 +1,6 @@
 """A draft with a pass of a drafter for each level: a chain, or a tree whose most likely nodes are expanded.
 
-Each pass of the drafter runs on the most likely nodes that were not expanded yet, and proposes their children. What it
+Each pass of the drafter runs on the most likely nodes of the last level, and proposes their children. What it
 computes for a node stays in its cache, so that nothing is recomputed when the node is accepted.
 
     read    logits after each row's last token ─► candidates of level 1
@@ -57,7 +57,7 @@ class LevelDraft(Generic[T]):
         self.passes: list[int] = []  # tokens, over all rows, of each pass over nodes
 
     def grow(self) -> DraftTree:
-        """Make the passes; the nodes that are verified, with q for rejection sampling."""
+        """Make the drafter's passes; returns the nodes to verify, with q for rejection sampling."""
         self._first_level()
         # Captured functions may go beyond the deepest limit, so that there are few different ones.
         k = self._k if self._is_captured else max(self._text.depths)

@@ -1,4 +1,7 @@
-"""The merged tree of a combination: the children of each node, from the drafts of all members."""
+"""The merged tree of a combination: the children of each node, from the drafts of all members.
+
+"Drafters" are the members that propose by forward passes; the others copy text, or read a table.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ from hf_specgen.candidates.recycling import RecyclingSession
 from hf_specgen.tree import DraftTree
 
 UNPROPOSED = 0.03
-"""Factor of the acceptance of a copied token that a network does not propose after the same path, at the beginning of a
-call: most networks know better than a copy. One that has not learnt to copy does not; see `UnproposedTokens`."""
+"""Factor of the acceptance of a copied token that no drafter proposes after the same path, at the beginning of a call:
+most drafters predict better than a copy. One that has not learnt to copy does not; see `UnproposedTokens`."""
+ASSUMED_ACCEPTANCE = 0.6  # of draft tokens of a strategy that estimates no probabilities
 
 
-class Origin(NamedTuple):
-    """Where a token comes from: its node in the draft of each member, by number, that has it."""
+class MergedNode(NamedTuple):
+    """A node of the merged tree: its token and, by member index, the same node in each draft that has its path."""
 
     token: int
     nodes: dict[int, int]
@@ -24,39 +28,43 @@ class Origin(NamedTuple):
 class _Proposed(NamedTuple):
     """A token that members propose after the same path."""
 
-    origin: Origin
+    node: MergedNode
     acceptance: float
-    is_drawn: bool  # a network proposes it
+    is_from_drafter: bool  # whether a drafter proposes it
 
 
-class Proposals:
-    """The tokens of the drafts of all members for one row. Members from `first_network` on have a forward pass."""
+class MemberDrafts:
+    """The drafts of all members for one row. Members from index `num_without_pass` on are drafters."""
 
-    def __init__(self, drafts: Sequence[DraftTree], first_network: int, row: int):
-        self._first_network = first_network
+    def __init__(self, drafts: Sequence[DraftTree], num_without_pass: int, row: int):
+        self._num_without_pass = num_without_pass
         self._children = [node_children(draft, row) for draft in drafts]
 
-    def root(self, token: int) -> Origin:
+    def root(self, token: int) -> MergedNode:
         """The last token of the text, after which all drafts begin."""
-        return Origin(token, dict.fromkeys(range(len(self._children)), -1))
+        return MergedNode(token, dict.fromkeys(range(len(self._children)), -1))
 
-    def after(self, origin: Origin) -> dict[int, _Proposed]:
-        """The proposed tokens after a node. Estimates of several members are combined as if they were independent."""
-        found: dict[int, _Proposed] = {}
-        for number, parent in origin.nodes.items():
-            for child, token, acceptance in self._children[number].get(parent, ()):
-                one = found.get(token) or _Proposed(Origin(token, {}), 0.0, False)
-                one.origin.nodes[number] = child
-                accepted = 1 - (1 - one.acceptance) * (1 - acceptance)
-                found[token] = _Proposed(one.origin, accepted, one.is_drawn or number >= self._first_network)
-        return found
+    def after(self, node: MergedNode) -> dict[int, _Proposed]:
+        """The tokens that members propose after a node.
+
+        Estimates of several members for a token are combined as if they were independent.
+        """
+        proposed: dict[int, _Proposed] = {}
+        for member, parent in node.nodes.items():
+            for child, token, acceptance in self._children[member].get(parent, ()):
+                before = proposed.get(token) or _Proposed(MergedNode(token, {}), 0.0, False)
+                merged = MergedNode(token, {**before.node.nodes, member: child})
+                combined = 1 - (1 - before.acceptance) * (1 - acceptance)
+                is_from_drafter = before.is_from_drafter or member >= self._num_without_pass
+                proposed[token] = _Proposed(merged, combined, is_from_drafter)
+        return proposed
 
 
 class UnproposedTokens:
-    """How often copied tokens are accepted in this call that a network does not propose after the same path.
+    """Acceptance, in this call, of copied tokens that no drafter proposes although one drafts at their node.
 
-    A network has processed the text that others copy from. If it proposes other tokens, a copied one is improbable,
-    unless the network has not learnt to copy, or its draft vocabulary does not have the token.
+    A drafter has processed the text that other members copy from. If it proposes other tokens, a copied one is
+    improbable, unless the drafter has not learnt to copy, or its draft vocabulary does not have the token.
     """
 
     def __init__(self) -> None:
@@ -68,44 +76,45 @@ class UnproposedTokens:
         """Factor of the acceptance that the members without a forward pass estimate."""
         return min(1.0, self._accepted / self._expected)
 
-    def observe(self, proposals: Proposals, emitted: Sequence[int]) -> None:
-        """Count the tokens of a row after its accepted path, whether they were verified or not."""
-        origin = proposals.root(-1)
+    def observe(self, drafts: MemberDrafts, emitted: Sequence[int]) -> None:
+        """Walk along the emitted tokens of a row; count the copied tokens that no drafter proposes, verified or not."""
+        node = drafts.root(-1)
         for token in emitted:
-            proposed = proposals.after(origin)
-            if any(one.is_drawn for one in proposed.values()):
-                unproposed = {token: one.acceptance for token, one in proposed.items() if not one.is_drawn}
+            proposed = drafts.after(node)
+            if any(one.is_from_drafter for one in proposed.values()):
+                unproposed = {other: one.acceptance for other, one in proposed.items() if not one.is_from_drafter}
                 self._expected += sum(unproposed.values())
-                self._accepted += token in unproposed
+                self._accepted += 1.0 if token in unproposed else 0.0
             if token not in proposed:
                 break
-            origin = proposed[token].origin
+            node = proposed[token].node
 
 
 def merged_children(
-    proposals: Proposals, unproposed: float, recycling: RecyclingSession | None
-) -> Callable[[Origin, int], list[tuple[int, float, Origin]]]:
+    drafts: MemberDrafts, unproposed_factor: float, recycling: RecyclingSession | None
+) -> Callable[[MergedNode, int], list[tuple[int, float, MergedNode]]]:
     """A function that returns the children of a node of the merged tree of a row, most likely first.
 
-    Where a network drafted, the acceptance of other tokens is multiplied by `unproposed`; elsewhere Token Recycling
-    gets the probability that the others leave.
+    Where a drafter proposes tokens, the acceptance of others is multiplied by `unproposed_factor`. Elsewhere Token
+    Recycling adds its tokens, within the probability that is left. Siblings are scaled to a sum of at most 1.
     """
 
-    def children(origin: Origin, depth: int) -> list[tuple[int, float, Origin]]:
-        proposed = proposals.after(origin)
-        values = {token: one.acceptance for token, one in proposed.items()}
-        origins = {token: one.origin for token, one in proposed.items()}
-        if any(one.is_drawn for one in proposed.values()):
-            values = {token: one.acceptance * (1 if one.is_drawn else unproposed) for token, one in proposed.items()}
+    def children(node: MergedNode, depth: int) -> list[tuple[int, float, MergedNode]]:
+        proposed = drafts.after(node)
+        acceptance = {token: one.acceptance for token, one in proposed.items()}
+        nodes = {token: one.node for token, one in proposed.items()}
+        if any(one.is_from_drafter for one in proposed.values()):
+            for token, one in proposed.items():
+                acceptance[token] *= 1.0 if one.is_from_drafter else unproposed_factor
         elif recycling is not None:
-            rest = max(0.0, 1 - sum(values.values()))
-            for token, acceptance in recycling.candidate_tokens(origin.token):
-                before = values.get(token, 0.0)
-                values[token] = before + rest * acceptance if before else min(rest, acceptance)
-                origins.setdefault(token, Origin(token, {}))
-        scale = 1 / max(1.0, sum(values.values()))
-        ranked = sorted(values.items(), key=lambda one: -one[1])
-        return [(token, scale * value, origins[token]) for token, value in ranked]
+            rest = max(0.0, 1 - sum(acceptance.values()))
+            for token, recycled in recycling.candidate_tokens(node.token):
+                copied = acceptance.get(token, 0.0)
+                acceptance[token] = copied + rest * recycled if copied else min(rest, recycled)
+                nodes.setdefault(token, MergedNode(token, {}))
+        scale = 1 / max(1.0, sum(acceptance.values()))
+        ranked = sorted(acceptance.items(), key=lambda one: -one[1])
+        return [(token, scale * value, nodes[token]) for token, value in ranked]
 
     return children
 
@@ -117,7 +126,7 @@ def node_children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, 
     path = None if draft.probability is None else draft.probability[row]
     below: dict[int, list[tuple[int, int, float]]] = {}
     for node, parent in enumerate(parents):
-        acceptance = 0.6  # assumed where a strategy estimates nothing
+        acceptance = ASSUMED_ACCEPTANCE
         if path is not None:
             above = path[parent] if parent >= 0 else 1.0
             acceptance = min(MAX_PROBABILITY, path[node] / above) if above > 0 else 0.0

@@ -171,9 +171,8 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
                 self._settings.history.add(prompt + generated, len(prompt))
             try:
                 self._settings.history.sync(only_if_due=True)
-            except (
-                Exception
-            ) as error:  # safetensors raises its own; the answer is not lost, and the next call tries again
+            # safetensors raises its own errors; the answer is not lost, and the next call tries again.
+            except Exception as error:
                 reason = f"the history in {self._settings.history.file} is not exchanged: {first_line(error)}"
                 warnings.warn(reason, stacklevel=compat.stacklevel_of_user())
 
@@ -268,20 +267,21 @@ class RowText:
     def propose(self, depth: int, limits: SearchLimits) -> SearchTree[Sequence[Occurrence]]:
         """The most probable candidate tokens after the text, tagged with the occurrences that propose them."""
 
-        def best_match(vote: Vote, depth: int) -> tuple[float, int]:
+        def best_match(candidate: Vote, level: int) -> tuple[float, int]:
             """The highest odds of the occurrences that propose a token, and the length of that match."""
-            return max((self._odds.values[match_class(kind, length + depth)], length) for *_, length, kind in vote[2])
+            matches = [(length, kind) for *_, length, kind in candidate[2]]
+            return max((self._odds.values[match_class(kind, length + level)], length) for length, kind in matches)
 
-        def children(voters: Sequence[Occurrence], depth: int) -> list[Vote]:
-            votes = vote(voters, depth, self._odds)
+        def children(voters: Sequence[Occurrence], level: int) -> list[Vote]:
+            votes = vote(voters, level, self._odds)
             if limits.is_chain and votes:
                 # Places in repetitions of one passage do not agree independently: the best match counts.
-                return [max(votes, key=lambda one: best_match(one, depth))]
-            return self._with_frequent(votes) if self._min_ngram == 1 and depth == 0 else votes
+                return [max(votes, key=lambda one: best_match(one, level))]
+            return self._with_frequent(votes) if self._min_ngram == 1 and level == 0 else votes
 
         occurrences = self._occurrences()
         if limits.is_chain:  # of equal votes the earliest match counts, and places without a match come last
-            occurrences.sort(key=lambda occurrence: occurrence[2] if occurrence[3] else occurrence[1])
+            occurrences.sort(key=lambda one: one[2] if one[3] else one[1])  # its position; without a match, the end
         return best_first(occurrences, children, depth, limits)
 
     def _with_frequent(self, votes: list[Vote]) -> list[Vote]:
@@ -292,14 +292,15 @@ class RowText:
         if len(self.index) >= self._next_count:
             self._next_count = len(self.index) + 32
             counts = Counter(self.index.tokens[self._first :]).most_common(FREQUENT_TOKENS)
-            self._frequent = [(token, count / len(self.index)) for token, count in counts if token != SEPARATOR]
+            total = len(self.index) - self._first
+            self._frequent = [(token, count / total) for token, count in counts if token != SEPARATOR]
         remaining = self._odds.values[FREQUENT] * (1.0 - sum([probability for _, probability, _ in votes]))
         proposed = {token for token, _, _ in votes}
         others: list[Vote] = [(token, remaining * part, []) for token, part in self._frequent if token not in proposed]
         return sorted([*votes, *others], key=lambda one: -one[1])
 
     def _occurrences(self) -> list[Occurrence]:
-        """Those of the end of the text."""
+        """Occurrences of the end of the text, copy positions included; keeps the matches for `extend`."""
         text = self.index.tokens
         end = len(self.index)
         tail = text[-MAX_MATCH_LENGTH:]

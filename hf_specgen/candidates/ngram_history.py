@@ -130,13 +130,13 @@ class NgramHistory:
         """The last earlier answers to a prompt, newest first, or to one that differs in a few tokens if it is new."""
         with self._lock:
             spans = self._answers.get(_hash(prompt)) or self._similar(prompt)
-            texts = [self.index.tokens[first:end].tobytes() for first, end in spans[: -MAX_ANSWERS - 1 : -1]]
+            texts = [self.index.tokens[first:end].tobytes() for first, end in reversed(spans[-MAX_ANSWERS:])]
         return [array("i", text) for text in dict.fromkeys(texts)]
 
     def _similar(self, prompt: Sequence[int]) -> list[tuple[int, int]]:
         """The answers' spans `(first, end)` in the index, for the stored prompt that is most similar to a new one.
 
-        Compared are the n-grams that end at eight positions of the new prompt. None if more than a few tokens differ.
+        Compared are the n-grams that end at eight positions of the new prompt. Empty if more than a few tokens differ.
         """
         text = self.index.tokens
         scores: dict[int, float] = {}

@@ -215,9 +215,9 @@ class FastestSize(TreeSize):
     ) -> tuple[Floats, Floats]:
         """Expected tokens of 1, 2, … further levels, and seconds of the step with them: `[2, levels, widths]` each.
 
-        First if of each level the expanded nodes alone are verified, then if all candidates are, beside `present`
-        nodes. All numbers of levels are compared, as the second draft token may cost far less than the first one, and a
-        run of certain tokens is faster only as a whole.
+        Axis 0: only the expanded nodes of each level are verified, or all of its candidates; in both cases beside
+        `present` nodes. All numbers of levels are compared, as the second draft token may cost far less than the first
+        one, and a run of certain tokens is faster only as a whole.
         """
         widths = np.arange(1, 1 + reached.shape[1])
         levels = np.arange(1, 1 + max(1, max(growth.max_depths) - growth.levels))[:, None]
@@ -267,8 +267,8 @@ def _target_seconds(target: CostCurve, rows: int, nodes: int, is_padded: bool) -
     """Seconds of the target's pass by the nodes of each row, from 0 on; and the least path probability of a node.
 
     A node adds its path probability to the expected tokens of a step, which are at least 1 for each row. So it can
-    raise tokens per second only if its path probability exceeds the relative increase of the seconds, which is 0 for
-    nodes in place of padding, as in captured passes.
+    raise tokens per second only if its path probability exceeds the increase as a fraction of the longer time, which is
+    0 for nodes in place of padding, as in captured passes.
     """
     tokens = [padded_width(1 + count) if is_padded else 1 + count for count in range(nodes + 1)]
     seconds = np.array([target.seconds_of(rows * count) for count in tokens])
@@ -286,24 +286,24 @@ def tree_size(
     size: str | int | None,
     batch: DraftBatch,
     depths: Sequence[int],
-    only_pass: int = 0,
+    single_pass_tokens: int = 0,
     estimator: AcceptanceEstimator | None = None,
 ) -> TreeSize:
     """How large the next trees of a batch become, of rows with these maximum depths.
 
     Args:
         size: maximum number of nodes; "auto" for the most tokens per second; None, or "auto" without latencies: chains.
-        only_pass: see `Drafter.single_pass_tokens`.
+        single_pass_tokens: see `Drafter.single_pass_tokens`.
     """
     if isinstance(size, int):
         return FixedSize(size)
     rows = max(1, sum(depth > 0 for depth in depths))
     # A pass over 2 tokens has more where passes are padded: a captured one has 4.
-    pass_rows, width = batch.pass_shape(2)
+    pass_rows, width = batch.pass_shape(2)  # wider only where passes are padded: the narrowest captured one has 4
     pass_rows = max(rows, pass_rows)
     step = None if size is None else batch.step_latency(pass_rows)
     if step is None:
         return FixedSize(children=1)
-    if only_pass:  # the whole draft takes one pass, and each further level nothing
-        step = step._replace(drafter=DraftLatency(overhead=step.drafter.draft([rows * only_pass])))
+    if single_pass_tokens:  # the whole draft takes one pass, and each further level nothing
+        step = step._replace(drafter=DraftLatency(overhead=step.drafter.draft([rows * single_pass_tokens])))
     return FastestSize(step, rows, pass_rows, is_padded=width > 2, estimator=estimator)

@@ -46,19 +46,19 @@ class DraftingLoss:
         self.add(seconds / latency.target.seconds_of(rows) - emitted)
 
     def copy(self) -> DraftingLoss:
-        """What a later call begins with: no credit, as texts differ, and at most one plain step before a draft."""
+        """What a later call begins with: no credit, as texts differ, and a pause of one step at most."""
         return DraftingLoss(min(max(self.plain_steps, 0.0), MAX_LOSS))
 
 
 class AdaptiveDepth(Policy):
-    """Drafts while that is faster than plain decoding, chains at the depth with the most expected tokens per second.
+    """Drafts while that is faster than plain decoding; sets the depth of chains, strategies size trees themselves.
 
     A step with a draft loses its time, by the latency model, less the time of plain steps for the same tokens. Drafting
     pauses while the losses of a call, less the gains and 2% of the plain steps, exceed 1.5 plain steps, the tokens that
     the drafter has to process before its next draft included. So no call is slower than plain decoding by more than 2%,
     1.5 plain steps and one draft, beside the drafter's prefill; where that takes more than 8% of the plain steps of the
     call, only drafts without a forward pass are made. In a combination the drafters may lose 0.75 plain steps more, see
-    `NetworkLoss`. T(q) of the target and the time of drafting are measured once per
+    `DrafterLoss`. T(q) of the target and the time of drafting are measured once per
     model, rows and context (`hf_specgen.depth.calibrate`): by the first steps on a CPU, of which the first one has no
     draft, on an accelerator in the time of eight to twelve plain steps. All ranks of a tensor-parallel model use the
     first rank's.
@@ -136,9 +136,10 @@ class AdaptiveSession(PolicySession):
         self._loss = memory.recall(self._model, self._key, DraftingLoss)
         self._timer: DrafterTimer | None = None
         self._pass_timer: PassTimer | None = None
+        # A prior: two verified tokens, accepted with 0.7.
         self._accepted = 1.4
         self._verified = 2.0
-        self._nodes_per_level = 1.0  # a prior: two tokens, accepted at 0.7
+        self._nodes_per_level = 1.0
         self._uncached = call.context_length
         self._has_drafted = False
         if self._learns:
@@ -193,27 +194,28 @@ class AdaptiveSession(PolicySession):
             return [0] * len(limits)
         if self._pauses(rows):
             self._uncached += 1
-            self._loss.add(-LOSS_PER_STEP / (1 + self._call.state.other_rows if self._has_shared_loss else 1))
+            calls = 1 + self._call.state.other_rows if self._has_shared_loss else 1  # each of which does this in a step
+            self._loss.add(-LOSS_PER_STEP / calls)
             return [0] * len(limits)
         depth = self._call.drafting.k if self._call.drafting.sizes_trees else self._fastest_chain(rows, max(limits))
         return [min(depth, limit) for limit in limits]
 
     def affords_prefill(self) -> bool:
         is_known = self.latency is not None and (self._timer is None or self._timer.is_known)
-        return not is_known or self._catching_up(self._call.state.batch) <= MAX_PREFILL * self._call.max_new_tokens
+        return not is_known or self._uncached_cost(self._call.state.batch) <= MAX_PREFILL * self._call.max_new_tokens
 
-    def _catching_up(self, rows: int) -> float:
+    def _uncached_cost(self, rows: int) -> float:
         """Time of the drafter for tokens that it has not processed yet, in plain steps."""
         target, drafter = self._at(rows)
         seconds = drafter.seconds_of(rows * (1 + self._uncached)) - drafter.seconds_of(rows)
         return seconds / target.seconds_of(rows)
 
     def _pauses(self, rows: int) -> bool:
-        """Whether drafting has lost too much, or would by the tokens that the drafter has to process before it."""
+        """Whether drafting has lost too much, counting the drafter's uncached tokens, or its prefill is too slow."""
         lost = self._loss.plain_steps
         is_free = self._call.drafting.has_free_drafts
         if self._has_drafted and not is_free:
-            lost += self._catching_up(rows)
+            lost += self._uncached_cost(rows)
         return lost >= MAX_LOSS or not (is_free or self._has_drafted or self.affords_prefill())
 
     def _fastest_chain(self, rows: int, limit: int) -> int:
@@ -246,7 +248,9 @@ class AdaptiveSession(PolicySession):
                 self._timer.check(step)
             if not self._timer.is_known and self._timer.observe(step):
                 self.latency = self._timer.latency()
-        if not self._has_shared_loss:
+        if self._has_shared_loss:
+            self._loss.add(-step.separate_loss / (1 + self._call.state.other_rows))
+        else:
             latency = self._at(step.pass_rows)
             emitted = sum(row.emitted for row in rows) / max(1, len(rows))
             seconds = latency.target.seconds_of(step.pass_rows * step.tokens_per_row)

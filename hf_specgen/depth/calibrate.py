@@ -35,7 +35,7 @@ T = TypeVar("T")
 QUERIES = (1, 8, 2, 24, 1, 64)  # tokens per row of the timed passes, in this order, as far as there is time for them
 MIN_SECONDS = 1e-9  # of a pass that takes less than a step of the clock: times are divided by each other
 MAX_PLAIN_STEPS = 8.0
-MAX_FIRST_STEPS = 12.0
+MAX_PLAIN_STEPS_NEW_SIZE = 12.0
 """Plain steps after which no pass is timed again, and after which no further size is timed. Where T(8) is three plain
 steps, T(24) may be no more, which deep drafts need to know: in the time of eight it would not be measured there."""
 
@@ -93,9 +93,9 @@ def shared_curve_key(call: Call) -> tuple[Hashable, ...]:
 def target_curve(call: Call, target: Target) -> CostCurve | None:
     """T(q) of the target, measured now and kept; None near the end of its position table.
 
-    Times chains of several sizes for `MAX_PLAIN_STEPS`, or `MAX_FIRST_STEPS` if some have not been timed by then; the
-    minimum of each size counts. Sizes beyond are assumed to take time in proportion, so that no large tree is built
-    because a small one was fast.
+    Times chains of several sizes for `MAX_PLAIN_STEPS`, or `MAX_PLAIN_STEPS_NEW_SIZE` if some have not been timed by
+    then; the minimum of each size counts. Sizes beyond are assumed to take time in proportion, so that no large tree is
+    built because a small one was fast.
     """
     longest = target.last_position - max(target.first_positions, default=0) + 1
     if longest <= QUERIES[1]:
@@ -132,7 +132,7 @@ def _timed_passes(target: Target, pending: Sequence[int], sizes: Sequence[int], 
         if times:
             largest = max(times)
             expected = times.get(q, times[largest] * sqrt(q / largest))  # between memory-bound and compute-bound
-            if spent + expected / times[1] > (MAX_PLAIN_STEPS if q in times else MAX_FIRST_STEPS):
+            if spent + expected / times[1] > (MAX_PLAIN_STEPS if q in times else MAX_PLAIN_STEPS_NEW_SIZE):
                 break
         if target.device.type != "cpu" and q not in times:
             time_pass(target, pending, q)  # the first pass of a size loads kernels, or is captured

@@ -26,8 +26,8 @@ SAMPLES = 25
 """Steps of a size that time it; later ones leave T(q) as it is, so that decisions depend on the texts alone. With
 fewer, the sizes whose times happen to be short are preferred for ever."""
 CONTRADICTIONS = 3
-"""Later steps in a row that take less than half of T(q) and replace it: other processes delayed the first ones. They
-prove it, since the slowdown has a change of the machine's speed after two steps."""
+"""Later steps in a row that take less than half of the median and replace it: other processes delayed the first ones.
+They prove it, since the slowdown has a change of the machine's speed after two steps."""
 SAVED = "latency"  # the kind of `saved_results`
 THREAD = "thread"
 """In the seconds of a step: the time of the thread in the pass of the target, which other processes do not prolong."""
@@ -53,7 +53,7 @@ class StepTimes:
     def with_sample(self, size: int, seconds: float) -> StepTimes:
         """With another time of a size, where it has fewer than `SAMPLES`.
 
-        Later times count only if `CONTRADICTIONS` in a row are less than half of T(q).
+        Later times count only if `CONTRADICTIONS` in a row are less than half of the median.
         """
         earlier = self.samples.get(size, ())
         times = (*earlier, seconds)

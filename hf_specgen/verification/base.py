@@ -160,7 +160,7 @@ class VerificationSession(ABC):
             emitted = self.call.state.count_until_end(row, tokens)
             if INVALID in tokens[:emitted]:  # a stopping criterion may come first: the next step chooses that token
                 emitted = tokens.index(INVALID)
-                if not emitted and tree.nodes and bool(are_nan(logits)[row, 0]):  # infinity is not the draft
+                if not emitted and tree.nodes and bool(are_nan(logits)[row, 0]):  # only NaN can come from the draft
                     return None
                 if not emitted:
                     raise RuntimeError(INVALID_SCORES)
@@ -180,7 +180,8 @@ class VerificationSession(ABC):
         steps = self._steps(tree, active) if self.call.do_sample else []
         choices = self.choose(scores, steps, tree, [range(-1, tree.nodes)] * tree.batch)
         chosen = tree.read_with(choices)
-        if tree.nodes and any(0 in tokens for tokens in chosen):  # which the argmax of NaN may be
+        # The argmax of a slot whose logits are all NaN is token 0.
+        if tree.nodes and any(0 in tokens for tokens in chosen):
             pairs = zip(chosen, are_nan(logits).tolist(), strict=True)
             chosen = [[INVALID if nan else token for token, nan in zip(*pair, strict=True)] for pair in pairs]
         draft_tokens = tree.token_lists()
@@ -194,9 +195,9 @@ class VerificationSession(ABC):
         """Choose column by column along the accepted paths, for processors that depend on the preceding tokens.
 
         Rows may start at different columns. A column is decided once for all rows that have reached it, until every
-        row (in lockstep: one row) has chosen a token outside its draft or has ended. The chosen tokens are appended to
-        the state tentatively, so that processors see them. Processors that may keep a state are not called behind a
-        column at which a stopping criterion stops a row; there all rows are at the same column.
+        row has chosen a token outside its draft or has ended; in lockstep, until one row has chosen such a token. The
+        chosen tokens are appended to the state tentatively, so that processors see them. Processors that may keep a
+        state are not called behind a column at which a criterion stops a row; there all rows are at the same column.
         """
         state = self.call.state
         draft_tokens = tree.token_lists()
@@ -218,11 +219,10 @@ class VerificationSession(ABC):
                 tokens = tree.read_with(choices)
                 for row in [row for row in walking if len(state.generated[row]) == step]:
                     [token] = tokens[row]
-                    path, emitted = chosen[row]
                     slot = nodes[row] + 1
                     scores[row][slot] = processed[row]
                     logits_of[row][slot] = column[row]
-                    emitted.append(token)
+                    chosen[row][1].append(token)
                     child = None
                     has_ended = False
                     if token != INVALID:
@@ -231,7 +231,7 @@ class VerificationSession(ABC):
                         has_ended = state.has_ended(row)
                         child = next((node for node in siblings if draft_tokens[row][node] == token), None)
                     if child is not None:
-                        path.append(child)
+                        chosen[row][0].append(child)
                         nodes[row] = child
                     if child is None or has_ended:
                         walking.remove(row)
@@ -311,7 +311,7 @@ class PathSession(VerificationSession):
         # path write theirs to one slot more, which is cut off.
         rows = torch.arange(len(last), device=last.device)
         slots = scores.shape[1]
-        on_path = tree.structure().ancestors.to(last.device)[rows, last][:, 1:]  # padding is below what is accepted
+        on_path = tree.structure().ancestors.to(last.device)[rows, last][:, 1:]  # padding comes last: never an ancestor
         chosen = pad(following.expand(-1, slots), (0, 1))
         chosen.scatter_(1, torch.where(on_path, drafted.parents, slots), drafted.tokens)
         return chosen[:, : len(nodes[0])]
@@ -383,7 +383,7 @@ def with_noise(scores: torch.Tensor, noise: torch.Tensor | None, tokens: torch.T
 
 
 def perturbed(scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Scores whose argmax is what `exponential_race` samples from their softmax; their softmax are its weights.
+    """Scores whose argmax `exponential_race` samples from their softmax; their own is in proportion to weight / noise.
 
     `scores` are `[batch, positions, …, vocab]`, the noise `[batch, positions, vocab]` of a vocabulary of any size.
     """

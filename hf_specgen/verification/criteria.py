@@ -37,7 +37,7 @@ class CustomCriteria:
         # Processed scores `[batch, vocab]` of the emitted positions, to which `OutputCollector` appends; None unless
         # the caller asked for scores, as criteria then receive none. And whether a criterion may read them.
         self.scores: list[torch.Tensor] | None = [] if call.keeps_scores else None
-        self.read_scores = not all(isinstance(criterion, WITHOUT_SCORES) for criterion in self._criteria)
+        self.reads_scores = not all(isinstance(criterion, WITHOUT_SCORES) for criterion in self._criteria)
 
     def __bool__(self) -> bool:
         return bool(self._criteria)

@@ -84,7 +84,7 @@ class RejectionSession(PathSession):
 def path_weights(
     p: torch.Tensor, q: torch.Tensor | None, tokens: torch.Tensor, parents: torch.Tensor, is_node: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[batch, slots]` weights once everything below is rejected; `[batch, slots, vocab]` the next token's p then.
+    """`[batch, slots]` acceptance probability of each slot if all below is rejected; `[batch, slots, vocab]` p then.
 
     `parents` are `[batch, nodes]`, 0 for the row's last token; where `is_node` is False the weight is 0.
     """

@@ -13,7 +13,7 @@ from hf_specgen import AdaptiveDepth, Candidates, CombinedCandidates, DraftTree
 from hf_specgen.candidates.base import DraftSession
 from hf_specgen.candidates.best_first import SearchLimits, best_first
 from hf_specgen.candidates.draft_batch import DraftBatch
-from hf_specgen.candidates.merged_tree import UNPROPOSED, Proposals, UnproposedTokens, merged_children
+from hf_specgen.candidates.merged_tree import UNPROPOSED, MemberDrafts, UnproposedTokens, merged_children
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.verification import VerificationResult
 from tests.helpers.calls import make_batch, make_state
@@ -61,8 +61,8 @@ def test_merged_tree_has_the_most_probable_nodes_of_all_drafts(
 ) -> None:
     """Would catch: a path of one draft continued in another's, a network's estimate mixed with that of copied text."""
     drafts, known = zip(*map(draft_of, (first, second, third)), strict=True)
-    proposals = Proposals(drafts, first_network=2, row=0)
-    tree = best_first(proposals.root(0), merged_children(proposals, UNPROPOSED, None), 3, SearchLimits(nodes))
+    member_drafts = MemberDrafts(drafts, num_without_pass=2, row=0)
+    tree = best_first(member_drafts.root(0), merged_children(member_drafts, UNPROPOSED, None), 3, SearchLimits(nodes))
     expected = reference(known[:2], known[2])
     paths = node_paths(tree.tokens, tree.parents)
     assert tree.probability == pytest.approx([expected[path] for path in paths])
@@ -73,8 +73,8 @@ def test_drafts_without_estimates_and_with_zeros_are_merged() -> None:
     """Would catch: a division by zero; tokens of a strategy that estimates nothing taken for certain."""
     unknown = DraftTree.chains([[5, 6]])
     zeros = DraftTree.from_nodes([([7, 8], (-1, 0))], ((0.0, 0.0),))
-    proposals = Proposals([unknown, zeros], first_network=2, row=0)
-    tree = best_first(proposals.root(0), merged_children(proposals, UNPROPOSED, None), 9, SearchLimits(9))
+    member_drafts = MemberDrafts([unknown, zeros], num_without_pass=2, row=0)
+    tree = best_first(member_drafts.root(0), merged_children(member_drafts, UNPROPOSED, None), 9, SearchLimits(9))
     assert (tree.tokens, tree.parents) == ([5, 6], [-1, 0])
     assert tree.probability == pytest.approx([0.6, 0.36])
 
@@ -136,7 +136,7 @@ def test_copied_tokens_beside_those_of_a_network_get_the_acceptance_of_the_call(
     estimate = UnproposedTokens()
     assert estimate.factor == UNPROPOSED
     for _ in range(40):
-        estimate.observe(Proposals([copied, network], first_network=1, row=0), [5, 6, 1] if right else [8, 5, 6])
+        estimate.observe(MemberDrafts([copied, network], num_without_pass=1, row=0), [5, 6, 1] if right else [8, 5, 6])
     # One token at most is counted a step: after token 5 the network proposes nothing. It is expected with 0.6.
     assert (estimate.factor == 1.0) if right else (estimate.factor < factor)
 
@@ -147,7 +147,7 @@ def test_unproposed_tokens_are_compared_with_what_was_expected() -> None:
     network = DraftTree.from_nodes([([8], (-1,))], ((0.5,),))
     estimate = UnproposedTokens()
     for step in range(1000):
-        estimate.observe(Proposals([copied, network], first_network=1, row=0), [5 if step % 5 < 2 else 8])
+        estimate.observe(MemberDrafts([copied, network], num_without_pass=1, row=0), [5 if step % 5 < 2 else 8])
     assert estimate.factor == pytest.approx(0.5, abs=0.01)
 
 

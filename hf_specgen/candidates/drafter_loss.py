@@ -1,0 +1,76 @@
+"""Whether the drafters of a combination save more time than they take, beside its members without a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_specgen.call import memory
+from hf_specgen.candidates.draft_batch import DraftBatch
+from hf_specgen.depth.adaptive import FORGETTING, LOSS_PER_STEP, MAX_LOSS, DraftingLoss
+from hf_specgen.tree import DraftTree
+from hf_specgen.verification.result import VerificationResult, path_of_tokens
+
+MAX_DRAFTER_LOSS = MAX_LOSS / 2
+"""Plain steps that drafters may have lost before they pause: less than what pauses all drafting."""
+
+
+class DrafterLoss:
+    """Time that drafters have lost, in plain steps, compared with the same steps without them.
+
+    A step in which they draft loses the time of drafting and of verifying more nodes. It gains the tokens that the
+    tree of the other members does not have; each counts as the time that these members take for a token in this call.
+    That the merged tree lacks a copied token is no loss of the drafters: `UnproposedTokens` corrects it. Drafters pause
+    while the loss is too high, and may lose 2% of the steps again, as with `AdaptiveDepth`. Without a latency model
+    they never pause.
+    """
+
+    def __init__(self, batch: DraftBatch):
+        self._batch = batch
+        self._model = batch.model if batch.carries_over else None
+        self._key = ("drafter loss", batch.call.drafting.key, batch.call.temperature)
+        # The loss of the last call, without its gains; drafters pause for one step at most before they draft again.
+        earlier = memory.recall(self._model, self._key, DraftingLoss)
+        self._loss = DraftingLoss(min(earlier.plain_steps, MAX_DRAFTER_LOSS))
+        # Steps without drafters: their time in plain steps, and their tokens. One plain step is assumed.
+        self._copied_steps = 1.0
+        self._copied_tokens = 1.0
+
+    @property
+    def is_too_high(self) -> bool:
+        """Whether drafters pause."""
+        return self._loss.plain_steps >= MAX_DRAFTER_LOSS
+
+    def observe(
+        self, result: VerificationResult, copied: DraftTree, drafted: DraftTree, passes: Sequence[int]
+    ) -> float:
+        """Count a step; returns the change of the loss above 0, negative where the drafters make up for earlier losses.
+
+        Args:
+            result: its outcome.
+            copied: the tree of the members without a forward pass, also where it was not verified.
+            drafted: the tree of the step.
+            passes: tokens of each pass of the drafters; empty if they did not draft.
+        """
+        rows = sum(path is not None for path in result.paths)
+        latency = self._batch.step_latency(rows) if rows else None
+        if latency is None:
+            return 0.0
+        plain = latency.target.seconds_of(rows)
+        # What the other members would have taken and yielded: recent steps count more than earlier ones.
+        copied_steps = latency.target.seconds_of(rows * (1 + copied.nodes)) / plain
+        copied_paths = map(path_of_tokens, copied.token_lists(), copied.parents, result.tokens)
+        copied_tokens = 1 + sum(map(len, copied_paths)) / rows
+        self._copied_steps = FORGETTING * self._copied_steps + copied_steps
+        self._copied_tokens = FORGETTING * self._copied_tokens + copied_tokens
+        if not passes:
+            if self.is_too_high:
+                self._loss.add(-LOSS_PER_STEP)
+                memory.store(self._model, self._key, self._loss)
+            return 0.0
+        seconds = latency.target.seconds_of(rows * (1 + drafted.nodes)) + latency.drafter.draft(passes)
+        added_tokens = max(0.0, sum(map(len, result.tokens)) / rows - copied_tokens)
+        gained = added_tokens * self._copied_steps / self._copied_tokens
+        before = self._loss.plain_steps
+        self._loss.add(seconds / plain - copied_steps - gained)
+        memory.store(self._model, self._key, self._loss)
+        return max(0.0, self._loss.plain_steps) - max(0.0, before)
