@@ -1,8 +1,9 @@
-"""Several strategies in one draft tree: text that is copied where it repeats itself, a network's draft elsewhere.
+"""Several strategies in one draft tree: copies of text that repeats itself, and the draft of a model or head.
 
 Members without a forward pass draft first, into one tree, which Token Recycling extends. If that is expected to yield
-many tokens, it is verified alone; otherwise the network drafts too, and both trees are merged: most probable nodes
-first, cut at the fastest size. Presets are strategies by purpose, chosen when the target is known.
+many tokens, or if drafters, the members with a forward pass, have added too little in this call, it is verified alone.
+Otherwise the drafters propose too, and all drafts are merged into one tree: most probable nodes first, cut at the
+fastest size. Presets are strategies by purpose, chosen when the target is known.
 
 Source: Hu et al., "SAM Decoding: Speculative Decoding via Suffix Automaton" (2024), for combining copied text with
 Token Recycling or EAGLE; there one of them drafts a step, here both may.
@@ -112,9 +113,9 @@ class CombinedCandidates(Candidates):
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         """The kind is that of the member whose drafting takes time."""
-        network = next((s for s in self.strategies if not s.negligible_draft_cost), self.strategies[0])
+        drafter = next((s for s in self.strategies if not s.negligible_draft_cost), self.strategies[0])
         members = (part for s in self.strategies for part in s.profile_key())
-        return (network.profile_key()[0], "combined", str(self.tree), *members)
+        return (drafter.profile_key()[0], "combined", str(self.tree), *members)
 
 
 class _CombinedSession(DraftSession):
