@@ -13,7 +13,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTH
 # Files in the order of collection: long ones first (tests/conftest.py).
 WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-fast quality docs bench hub clean
+.PHONY: demo test test-all test-fast quality docs bench hub clean
 
 .venv/installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -30,8 +30,12 @@ WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 demo: .venv/installed
 	@$(BIN)/hf-specgen demo
 
-# Everything: 3 to 6 minutes on two cores, by their speed.
+# All tests, of those with many cases one case in three: about four minutes on two cores.
 test: .venv/installed-dev
+	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) --quiet --part 3
+
+# Every case, as in continuous integration: about eight minutes on two cores.
+test-all: .venv/installed-dev
 	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) --quiet
 
 # Unit tests and doctests of the package: about a minute on two cores.

@@ -2,8 +2,10 @@
 
 import gc
 import os
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
+from zlib import crc32
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -16,6 +18,8 @@ OBJECTS_BETWEEN_COLLECTIONS = 20_000
 """Python looks for cycles after every 700 new objects, while tests make millions that need none."""
 gc.disable()  # while everything is imported and collected; see `pytest_collection_finish`
 LONGEST_FIRST = ("slow", "integrations", "integration")
+FEW_CASES = 6
+"""Parameter sets of a test up to which `--part` leaves none out."""
 
 
 def pytest_collection(session: pytest.Session) -> None:
@@ -24,14 +28,27 @@ def pytest_collection(session: pytest.Session) -> None:
         session.config.pluginmanager.import_plugin("tests.helpers.fixtures")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark every test with the name of its folder (doctests: unit); folders with long files come first."""
+    if config.option.part > 1:
+        left_out = _left_out(items, config.option.part)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     for item in items:
         if isinstance(item, pytest.DoctestItem):
             item.add_marker(pytest.mark.unit)
         for tier in _tiers(item.path):
             item.add_marker(getattr(pytest.mark, tier))
     items.sort(key=lambda item: next((place for place, tier in enumerate(LONGEST_FIRST) if tier in item.keywords), 9))
+
+
+def _left_out(items: list[pytest.Item], part: int) -> list[pytest.Item]:
+    """The cases that `--part` leaves out: always the same ones, which only the names of the cases decide."""
+    tests = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    matrices = [cases for cases in tests.values() if len(cases) > FEW_CASES]
+    return [case for cases in matrices for case in cases if crc32(case.nodeid.encode()) % part]
 
 
 @cache
@@ -58,5 +75,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         default=TESTS / "assets" / "fixtures",
         help="folder of draft-head fixtures, with their targets in DIR/targets",
+    )
+    group.addoption(
+        "--part",
+        metavar="N",
+        type=int,
+        default=1,
+        help=f"of tests with more than {FEW_CASES} cases, one in N; the others run as a whole",
     )
     group.addoption("--thread-seconds", type=float, default=5, help="how long the threads of tests/slow run")
