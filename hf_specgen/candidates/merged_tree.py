@@ -100,6 +100,9 @@ def merged_children(
     """
 
     def children(node: MergedNode, depth: int) -> list[tuple[int, float, MergedNode]]:
+        if not node.nodes:  # beyond all drafts
+            recycled_tokens = [] if recycling is None else recycling.candidate_tokens(node.token)
+            return [(token, recycled, MergedNode(token, {})) for token, recycled in recycled_tokens]
         proposed = drafts.after(node)
         acceptance = {token: one.acceptance for token, one in proposed.items()}
         nodes = {token: one.node for token, one in proposed.items()}
