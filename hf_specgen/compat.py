@@ -80,6 +80,16 @@ def optimized_for_decoding(model: PreTrainedModel) -> AbstractContextManager[Any
     return cast(AbstractContextManager[Any], getattr(model, "_optimize_model_for_decode", nullcontext)())
 
 
+def device_mesh(model: Any) -> Any:
+    """The device mesh of a model that Transformers has spread over ranks, else None. Symbol: `_device_mesh`."""
+    return getattr(model, "_device_mesh", None)
+
+
+def logits_processors(model: Any, config: GenerationConfig) -> Any:
+    """The logits processors that `generate` makes by these settings. Symbol: `_get_logits_processor`."""
+    return model._get_logits_processor(config)
+
+
 def is_stateful(model: PreTrainedModel) -> bool:
     """Whether the model class keeps a recurrent or convolutional state. Symbol: `PreTrainedModel._is_stateful`."""
     return bool(cast(Any, model)._is_stateful)

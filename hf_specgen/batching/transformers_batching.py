@@ -17,6 +17,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching import cb_logits_processors
 
+from hf_specgen import compat
 from hf_specgen.compat import attention_implementation
 
 
@@ -151,9 +152,9 @@ def unpaged_attention(model: Any) -> Iterator[None]:
 
 
 def packed_processors(model: Any, config: GenerationConfig, batching: Any) -> list[Any]:
-    """The logits processors that continuous batching applies to packed steps. Symbol: `_get_logits_processor`."""
+    """The logits processors that continuous batching applies to packed steps."""
     processors = cb_logits_processors.ContinuousBatchingLogitsProcessorList(
-        model._get_logits_processor(config),
+        compat.logits_processors(model, config),
         per_request_processors=batching.per_request_processors,
         drop_unsupported_processors=batching.drop_unsupported_processors,
     )

@@ -244,7 +244,7 @@ def lockstep_group(model: Any) -> Any:
 
     Replicas of the model, as under `accelerate launch`, take different numbers of steps and must not wait.
     """
-    mesh = getattr(model, "_device_mesh", None)  # Transformers sets it for every model that it spreads over ranks
+    mesh = compat.device_mesh(model)
     if mesh is None or (getattr(model, "tp_size", None) or 1) == 1:
         return None
     names = mesh.mesh_dim_names or ()

@@ -59,7 +59,8 @@ SET_BY_GENERATE = {
 PRIVATE = {
     *(name for _, name, _ in METHODS if name.startswith("_")),
     *(symbol.split(".")[1] for symbol in SET_BY_GENERATE),
-    *("_attn_implementation", "_bulk_input_tensor", "_cached_continuous_batching_manager", "_eos_token_ids"),
+    *("_attn_implementation", "_bulk_input_tensor", "_cached_continuous_batching_manager"),
+    *("_device_mesh", "_eos_token_ids"),
     *("_get_torch_distributed_world_size", "_is_stateful", "_kv_token_views", "_true_initial_tokens"),
     *("_prefix_allowed_tokens_fn", "_quantized_keys", "_quantized_values"),
 }
