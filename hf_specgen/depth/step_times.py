@@ -25,6 +25,9 @@ from hf_specgen.depth.latency import CostCurve, interpolate
 SAMPLES = 25
 """Steps of a size that time it; later ones leave T(q) as it is, so that decisions depend on the texts alone. With
 fewer, the sizes whose times happen to be short are preferred for ever."""
+GROUP = 8
+"""Sizes above twice as many are timed in groups of so many, as the multiple that ends the group: trees of all sizes are
+verified, so that a single size rarely comes twice."""
 CONTRADICTIONS = 3
 """Later steps in a row that take less than half of the median and replace it: other processes delayed the first ones.
 They prove it, since the slowdown has a change of the machine's speed after two steps."""
@@ -136,6 +139,7 @@ class PassTimer:
         self._call = call
         self.times = times
         self._slowdowns = deque[float](maxlen=3)
+        self._steps_at_unknown_speed = 0
         self._key = _key(call)
 
     @cached_property
@@ -166,7 +170,8 @@ class PassTimer:
     def observe(self, step: StepRecord) -> bool:
         """Use the time of a step for its size; returns whether T(q) has changed by it.
 
-        The first step of a later call is of no use for T(q), but tells the slowdown if its size is timed already.
+        The first step of a later call is of no use for T(q), but tells the slowdown if its size is timed already. If
+        the first three have sizes that are not, the speed of the first call is assumed.
         """
         if (timed := _timed(self._call, step, self.times.batch)) is None:
             return False
@@ -176,6 +181,10 @@ class PassTimer:
             self.times = before.with_sample(size, seconds / median(self._slowdowns))
         if size in self.times.medians:  # not T(q), which may be expected to be another one
             self._slowdowns.append(seconds / self.times.medians[size])
+        elif not self._slowdowns:
+            self._steps_at_unknown_speed += 1
+            if self._steps_at_unknown_speed == self._slowdowns.maxlen:  # perhaps no step of the call has a timed size
+                self._slowdowns.append(1.0)
         if self.times is before:
             return False
         self._keep(size)
@@ -196,6 +205,8 @@ def _timed(call: Call, step: StepRecord, batch: int) -> tuple[int, float] | None
     seconds = step.seconds.get(THREAD, 0.0)
     size, rest = divmod(step.pass_rows * step.tokens_per_row, batch)
     is_timed = seconds > 0 and not rest and 1 <= size <= max(QUERIES) and not call.state.other_rows
+    if size > 2 * GROUP:
+        size = -(-size // GROUP) * GROUP
     return (size, seconds) if is_timed else None
 
 

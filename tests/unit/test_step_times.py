@@ -122,6 +122,18 @@ def test_first_step_of_a_later_call_tells_the_slowdown_only() -> None:
     assert later.times.samples[8] == (pytest.approx(2.0),)
 
 
+def test_sizes_of_a_later_call_in_which_no_size_was_timed_before_are_timed() -> None:
+    """Would catch: T(q) that is assumed for ever, since every step of a call has a large draft of another size."""
+    call = depth_call(model=Model())
+    first_timer(call)
+    later = PassTimer.of_earlier_calls(call)
+    assert later is not None
+    for size in range(57, 65):
+        later.observe(step(size, 20.0))
+    assert later.times.curve(64) > 15
+    assert [size for size, times in later.times.samples.items() if len(times) > 1] == [64]
+
+
 def plain_step(rows: int = 1) -> StepRecord:
     """A step without drafts, in which the thread ran for a second."""
     return step(1, 1.0, rows)
