@@ -125,7 +125,8 @@ def attached(
         try:
             yield attachment.totals
         finally:
-            _own_blocks.reset(token)
+            with suppress(ValueError):  # left in another context, as by asynchronous generators
+                _own_blocks.reset(token)
 
 
 def attached_to_every_model(attachment: Attachment) -> AbstractContextManager[Attachment]:

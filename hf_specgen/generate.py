@@ -6,7 +6,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specgen import compat
 from hf_specgen.call import Call, Compile, EncoderInput, GenerationState, Prediction
 from hf_specgen.call_statistics import Statistics
+from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.combined import Preset
 from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth import Policy
@@ -48,6 +49,12 @@ ASSISTANT_SETTINGS = {
 """Settings of Transformers' assisted generation that have no effect here, and what to do instead."""
 
 
+def report(candidates: Candidates, statistics: Statistics) -> None:
+    """Keep the statistics of a call with its strategy, unless the strategy is immutable: the answer is not lost."""
+    with suppress(AttributeError):
+        candidates.speculation = statistics
+
+
 class Speculation:
     """A decoding method for `generate(custom_generate=…)`; made by `speculate`."""
 
@@ -64,7 +71,7 @@ class Speculation:
     def run(self, loop: DecodingLoop, stack: ExitStack) -> Any:
         """Run a call that has passed all checks; its sessions end when `stack` closes."""
         output = loop.run()
-        self.settings.candidates.speculation = loop.statistics
+        report(self.settings.candidates, loop.statistics)
         return output
 
     def __call__(

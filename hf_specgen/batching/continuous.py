@@ -25,7 +25,7 @@ from hf_specgen.call_statistics import Statistics
 from hf_specgen.depth import AdaptiveDepth, FixedDepth, Policy
 from hf_specgen.depth.adaptive import SharedDepth
 from hf_specgen.depth.calibrate import model_curve
-from hf_specgen.generate import by_name
+from hf_specgen.generate import by_name, report
 from hf_specgen.settings import Settings, settings_in
 from hf_specgen.targets.support import check_length
 from hf_specgen.verification import CoupledVerifier
@@ -78,7 +78,7 @@ def generate_batch(
         seconds = {"total": perf_counter() - begin}
         candidates = run.settings.candidates
         statistics = Statistics(rows, lengths, seconds, strategy=repr(candidates))
-        candidates.speculation = statistics
+        report(candidates, statistics)
         add_call(statistics)
     return results
 

@@ -14,7 +14,7 @@ pass draft for all rows together. Prompts that the common target cannot process 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -32,8 +32,9 @@ from hf_specgen.batching.shared_steps import SharedSteps
 from hf_specgen.call_statistics import Statistics, StepRecord
 from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth.latency import StepLatency, fastest_count
-from hf_specgen.generate import Speculation
+from hf_specgen.generate import Speculation, report
 from hf_specgen.settings import Settings, settings_in
+from hf_specgen.targets.fingerprint import computation
 from hf_specgen.targets.row_target import RowTarget
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import CoupledVerifier
@@ -171,6 +172,7 @@ class _PromptCall(Speculation):
     is_row = True
     loop: DecodingLoop  # once the call has run
     stack: ExitStack  # ends its sessions
+    computation: tuple[Hashable, ...]  # that of the model while `generate` runs
 
     def __init__(self, index: int, seed: int, settings: Settings, streamer: BaseStreamer | None):
         super().__init__(settings, streamer)
@@ -193,6 +195,7 @@ class _PromptCall(Speculation):
         if loop.state.batch != 1:
             raise ValueError("generate_many returns one answer to each prompt; leave num_return_sequences= out")
         loop.prefill()
+        self.computation = computation(loop.target.model)
         self.loop = loop
         self.stack = stack.pop_all()
         return loop.outputs.output_ids()
@@ -216,6 +219,12 @@ def _prefilled(
             call_seed = int(seed[index]) if isinstance(seed, Sequence) else int(seed) + index
             call = _PromptCall(index, call_seed, settings, streamer and streamer(index))
             model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, custom_generate=call)
+            if computation(call.loop.target.model) != call.computation:
+                call.stack.close()
+                raise ValueError(
+                    "generate() changes the model while it runs, as PEFT does for adapter_names=, and generate_many "
+                    "goes on after it has returned; choose one adapter by set_adapter(name), or call generate()"
+                )
         yield call
 
 
@@ -281,7 +290,7 @@ class _Batch:
             for call in self._calls:
                 call.stack.close()
             self.shared.close()
-            self._candidates.speculation = self.statistics
+            report(self._candidates, self.statistics)
 
     def _begin(self, calls: Iterator[_PromptCall], max_rows: int) -> Iterator[Completion]:
         """Prefill the next prompts in place of answered ones, up to one that fails; yields completed ones.

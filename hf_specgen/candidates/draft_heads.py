@@ -61,7 +61,7 @@ class BoundModules(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a hook of a target may run another one
         self._loaded: WeakKeyDictionary[PreTrainedModel, tuple[tuple[Any, ...], T]] = WeakKeyDictionary()
 
     def on(self, model: PreTrainedModel, load: Callable[[], T]) -> T:

@@ -37,6 +37,9 @@ NEVER_BATCHED = ("seed", "stop", "frequency_penalty", "logit_bias")
 """Fields of requests that continuous batching does not obey."""
 BATCHED = ("max_new_tokens", "eos_token_id")
 """Settings in which requests of continuous batching may differ."""
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
+"""Limits of `stop`: Transformers compares every string with every token of the vocabulary before the first token."""
 NOT_BATCHED = "leave it out, or start the server without --continuous-batching"
 NEUTRAL_AT_ONE = ("temperature", "top_p", "repetition_penalty")
 """Settings of which 1 does the same as no value."""
@@ -143,6 +146,11 @@ async def _handle(original: Callable[..., Any], body: dict[str, Any], *args: Any
     seed = body.get("seed")
     if seed is not None and not (isinstance(seed, int) and -(2**63) <= seed < 2**63):
         raise Refusal(f"seed must be an integer of 64 bits, got {seed!r}", "name another seed")
+    stop = body.get("stop")
+    strings = stop if isinstance(stop, list) else [stop] if isinstance(stop, str) else []
+    if len(strings) > MAX_STOP_STRINGS or any(isinstance(one, str) and len(one) > MAX_STOP_LENGTH for one in strings):
+        reason = f"stop has {len(strings)} strings, of which there may be {MAX_STOP_STRINGS}"
+        raise Refusal(f"{reason} of at most {MAX_STOP_LENGTH} characters each", "give fewer or shorter ones")
     _body.set(body)
     try:
         json.dumps(body, ensure_ascii=False, allow_nan=False).encode()  # half a character, NaN

@@ -1,5 +1,6 @@
 """`hf_specgen.attach`: every `generate` of a model speculates, wrapped or copied too, or falls back with a reason."""
 
+import contextvars
 import copy
 import io
 import pickle
@@ -95,6 +96,15 @@ def test_attached_block_restores_what_was_attached_before(model: Any) -> None:
         raise KeyError
     generate(model)
     assert hf_specgen.statistics(model).calls == 2
+
+
+def test_attached_block_is_left_in_another_context(model: Any) -> None:
+    """Would catch: an exception at the end of a block in an asynchronous generator, as of a web server."""
+    block = hf_specgen.attached(model, NgramCandidates(k=2))
+    contextvars.copy_context().run(block.__enter__)
+    block.__exit__(None, None, None)
+    with pytest.raises(ValueError, match="no strategy is attached"):
+        hf_specgen.statistics(model)
 
 
 def test_keyword_of_a_call_takes_precedence(model: Any) -> None:

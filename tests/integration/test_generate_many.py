@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import StoppingCriteria
@@ -26,7 +27,7 @@ from hf_specgen import (
 )
 from hf_specgen.compat import CACHE
 from hf_specgen.depth import CostCurve, LatencyModel
-from tests.helpers import shared_draft, tiny_model
+from tests.helpers import fresh_model, shared_draft, tiny_model
 from tests.helpers.batching import GPU_LIKE, HEADS
 from tests.helpers.models import stateful_model
 from tests.helpers.processors import RecordingStreamer
@@ -274,3 +275,32 @@ def test_calls_that_cannot_be_made_are_refused(arguments: dict[str, Any], words:
     """Would catch: an argument that is ignored, or an error after some answers."""
     with pytest.raises(ValueError, match=words):
         many(tiny_model("llama"), some_prompts(2), NgramCandidates(), **{"max_new_tokens": 4, **arguments})
+
+
+def test_adapters_of_single_calls_are_refused() -> None:
+    """Would catch: later passes with the adapter that is active, as PEFT's hooks end with the prefill."""
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(fresh_model("llama"), lora, adapter_name="one")
+    model.add_adapter("two", lora)
+    model.eval()
+    with pytest.raises(ValueError, match=r"prompt 0: generate\(\) changes the model while it runs"):
+        list(generate_many(model, [[5, 6, 7]], NgramCandidates(), adapter_names=["two"], **GREEDY))
+
+
+class Immutable(NgramCandidates):
+    """A strategy that keeps no statistics."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "speculation":
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
+def test_an_immutable_strategy_loses_no_answer() -> None:
+    """Would catch: an exception after the last token, since the statistics have no place."""
+    model = tiny_model("llama")
+    ids = torch.tensor([[5, 6, 7]])
+    [answer] = generate_many(model, ids, Immutable(), **GREEDY)
+    plain = model.generate(ids, **GREEDY)
+    assert answer.tokens == plain[0, 3:].tolist()
+    assert torch.equal(model.generate(ids, candidate_generator=Immutable(), **GREEDY), plain)

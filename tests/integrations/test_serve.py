@@ -117,7 +117,7 @@ WRONG = [
     *({"messages": [{"role": "user", "content": "a\ud800"}], "stream": stream} for stream in (False, True)),
     *({"temperature": value} for value in (-1, float("nan"), "x", [])),
     *({"max_tokens": value} for value in (0, -1, "x", float("inf"))),
-    *({"stop": value} for value in ([3], 3, [None])),
+    *({"stop": value} for value in ([3], 3, [None], ["a"] * 17, "a" * 257)),
     *({"logit_bias": value} for value in ({"x": 5.0}, {"-1": 5.0}, [])),
     {"model": "\ud800"},
     {"tools": "x"},
