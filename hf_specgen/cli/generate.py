@@ -18,13 +18,14 @@ from tqdm.auto import tqdm
 
 from hf_specgen.batching.many_prompts import generate_many
 from hf_specgen.call_statistics import Statistics
+from hf_specgen.candidates import NgramHistory
 from hf_specgen.cli.settings import GenerateSettings
 from hf_specgen.depth import FixedDepth
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.workloads import chosen_strategy, prompt_text, read_rows
 
 Row = dict[str, Any]
-RESUMABLE = ("plain", "draft", "device")
+RESUMABLE = ("plain", "draft", "device", "history")
 """Settings that may differ when a run is resumed: in float32 they do not change the answers."""
 LITTLE_GAIN = 1.1
 """Tokens per step below which the reason is printed."""
@@ -36,16 +37,18 @@ def show(settings: GenerateSettings) -> None:
     if settings.output.exists():
         raise ValueError(f"{settings.output} exists already; delete it or name another file")
     rows = rows_of(settings)
+    history = NgramHistory.of_file(settings.history) if settings.history else None
     # Each run has a folder of its own, by the settings that decide its answers.
     run = {name: str(value) for name, value in asdict(settings).items() if name not in RESUMABLE}
     number = crc32(json.dumps(run, sort_keys=True).encode())
     parts = settings.output.with_name(f"{settings.output.name}.{number:08x}.parts")
     model, tokenizer = workloads.load(settings.target, settings.dtype, settings.device or str(processes.device))
     texts = [prompt_text(tokenizer, row[settings.column], settings.chat) for row in rows]
-    strategy = chosen_strategy(settings.draft, tokenizer=tokenizer, trust_remote_code=settings.trust_remote_code)
+    options = {"tokenizer": tokenizer, "trust_remote_code": settings.trust_remote_code}
+    strategy = chosen_strategy(settings.draft, with_history=history is not None, **options)
     counts = list[int]()
     special = not (tokenizer.chat_template and settings.chat)  # a chat template writes them into the text
-    arguments = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
+    arguments = workloads.generation_settings(settings.max_new_tokens, settings.temperature) | {"history": history}
     arguments |= {"policy": FixedDepth(0)} if settings.plain else {}
 
     def answers(numbers: list[int]) -> Iterator[tuple[int, str]]:

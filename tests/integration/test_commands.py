@@ -14,7 +14,7 @@ from huggingface_hub import HfApi
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedTokenizerBase
 from transformers.cli.serve import Serve
 
-from hf_specgen import AdaptiveDepth, DraftModelCandidates, NgramCandidates, __version__
+from hf_specgen import AdaptiveDepth, DraftModelCandidates, NgramCandidates, NgramHistory, __version__
 from hf_specgen.call_statistics import RowStep, Statistics
 from hf_specgen.cli import checkpoints, main
 from hf_specgen.cli import generate as command
@@ -66,6 +66,7 @@ BAD_INPUT = [
     (["serve", "./none"], "there is no folder './none'"),
     (["serve", "org/none"], "cannot load 'org/none'"),
     (["serve", MODEL, "--draft", "./none"], "there is no folder './none'"),
+    (["serve", MODEL, "--history", "none/a"], "none' for the history; make it first"),
 ]
 
 
@@ -316,6 +317,21 @@ def test_interrupted_run_is_resumed(source: Path, monkeypatch: pytest.MonkeyPatc
     assert rows(resumed) == rows(complete) and len(answered) == 3 + 5 + 3
 
 
+def test_history_of_a_run_drafts_in_the_next_one_the_same_answers(source: Path) -> None:
+    """Would catch: answers that are not added to the file, other tokens by them, or a head without n-grams for it."""
+    plain, file = source.with_name("plain.jsonl"), source.with_name("answers.safetensors")
+    generate_rows(source, plain, "--plain", "--history", str(file))
+    earlier = len(NgramHistory.of_file(file))
+    assert earlier > 5 * 12
+    target = AutoModelForCausalLM.from_pretrained(source.with_name("target_beside_prompts"))
+    save_head(random_heads(target, num_heads=2), source.with_name("heads"))
+    for drafts in ([], ["--draft", str(source.with_name("heads"))]):
+        ours = source.with_name(f"ours{len(drafts)}.jsonl")
+        output = generate_rows(source, ours, "--history", str(file), *drafts)
+        assert rows(ours) == rows(plain) and len(NgramHistory.of_file(file)) == earlier
+        assert "acceptance by position: 1.00 1.00" in output
+
+
 def test_messages_and_other_columns_are_read(source: Path) -> None:
     """Would catch: a column that is named and not read, or an answer under another name."""
     file, output = source.with_name("chats.jsonl"), source.with_name("out.jsonl")
@@ -448,12 +464,13 @@ SERVERS = [
     ("--draft org/own --trust-remote-code", {"trust_remote_code": True}, "'org/own'"),
     ("--continuous-batching --cb-num-blocks 8", {"continuous_batching": True, "cb_num_blocks": 8}, "[NgramCandidates("),
     (f"--draft {REFERENCE_LM.parent / 'exit-adapter'} --port 8", {"port": 8}, "exit-adapter"),
+    (f"--draft {EAGLE_HEAD} --history answers", {"history": "answers"}, "[NgramCandidates("),
 ]
 
 
 @pytest.mark.parametrize(("options", "expected", "strategy"), SERVERS)
 def test_serve_passes_its_options_on(hub: Path, monkeypatch: Any, options: str, expected: Any, strategy: str) -> None:
-    """Would catch: a revision or trust in code that does not reach the server, a strategy that stays attached.
+    """Would catch: a revision, trust in code or a history that does not reach the server, a strategy that stays.
 
     Also continuous batching that nobody asked for, in which a request's stop strings and seed are not obeyed.
     """
@@ -461,13 +478,17 @@ def test_serve_passes_its_options_on(hub: Path, monkeypatch: Any, options: str, 
 
     @functools.wraps(Serve.__init__)
     def start(self: Any, model: str, **options: Any) -> None:
-        passed.update(options, model=model, strategy=repr(attached().settings.candidates))
+        settings = attached().settings
+        history = getattr(settings.history, "file", None)
+        strategy = repr(settings.candidates)
+        passed.update(options, model=model, strategy=strategy, history=None if history is None else history.name)
         raise ValueError("stop here")
 
     monkeypatch.setattr(Serve, "__init__", start)
     assert "stop here" in run("serve", "org/target", "--revision", "v1", *options.split(), exit_code=2)
     assert attached() is None and strategy in passed["strategy"]
-    defaults = {"model": "org/target@v1", "continuous_batching": False, "trust_remote_code": False, "port": 8000}
+    defaults = {"model": "org/target@v1", "trust_remote_code": False, "port": 8000}
+    defaults |= {"continuous_batching": False, "history": None}
     assert {**defaults, **expected}.items() <= passed.items()
 
 
