@@ -51,12 +51,13 @@ def show(settings: GenerateSettings) -> None:
     arguments = workloads.generation_settings(settings.max_new_tokens, settings.temperature) | {"history": history}
     arguments |= {"policy": FixedDepth(0)} if settings.plain else {}
 
-    def answers(numbers: list[int]) -> Iterator[tuple[int, str]]:
+    def answers(numbers: list[int]) -> Iterator[tuple[int, str, int]]:
         prompts = (tokenizer(texts[number], add_special_tokens=special)["input_ids"] for number in numbers)
         seeds = [settings.seed + number for number in numbers]
         for found in generate_many(model, prompts, strategy, max_rows=settings.batch_size, seed=seeds, **arguments):
             counts.append(len(found.tokens))
-            yield numbers[found.index], str(tokenizer.decode(found.tokens, skip_special_tokens=True))
+            text = str(tokenizer.decode(found.tokens, skip_special_tokens=True))
+            yield numbers[found.index], text, len(found.tokens)
 
     # Longest first, so that few rows run alone at the end.
     begin, order = perf_counter(), sorted(range(len(rows)), key=lambda number: -len(texts[number]))
@@ -82,12 +83,12 @@ def explanation(counts: Statistics, rows: int) -> str:
 
 
 def answer_missing(
-    parts: Path, numbers: Sequence[int], answer: Callable[[list[int]], Iterator[tuple[int, Any]]]
+    parts: Path, numbers: Sequence[int], answer: Callable[[list[int]], Iterator[tuple[Any, ...]]]
 ) -> dict[int, Any]:
     """Answers by number: those that earlier runs kept in a folder, and those that are missing there.
 
-    The processes divide the missing ones; `answer` takes their numbers, and yields them with their numbers; each is
-    written at once.
+    The processes divide the missing ones; `answer` takes their numbers, and yields each number, its answer and, for
+    the progress bar, the tokens of the answer where they are known. Each answer is written at once.
     """
     processes = PartialState()
     known = read_answers(parts)
@@ -99,8 +100,13 @@ def answer_missing(
     mine = missing[processes.process_index :: processes.num_processes]
     with (parts / f"process-{processes.process_index}.jsonl").open("a", encoding="utf-8") as file:
         file.write("\n")  # the last line may have been cut off
-        for one in tqdm(answer(mine), total=len(mine), disable=not processes.is_main_process, unit="prompt"):
-            print(json.dumps(one), file=file, flush=True)
+        bar = tqdm(answer(mine), total=len(mine), disable=not processes.is_main_process, unit="prompt")
+        begin, total = perf_counter(), 0
+        for number, found, *tokens in bar:
+            print(json.dumps((number, found)), file=file, flush=True)
+            total += sum(tokens)
+            speed = f"{total / max(perf_counter() - begin, 1e-9):.1f} tokens/s" if tokens else ""
+            bar.set_postfix_str(speed, refresh=False)
     processes.wait_for_everyone()
     return read_answers(parts)
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -287,6 +288,7 @@ def test_answers_are_those_of_plain_generation_in_the_order_of_the_source(source
     assert rows(ours) == rows(plain)
     assert [row["id"] for row in rows(ours)] == [0, 1, 2, 3, 4] and all("answer" in row for row in rows(ours))
     assert "5 rows" in output and "tokens per step" in output
+    assert re.search(r"5/5 \[[^]]*, [\d.]+ tokens/s\]", output), "the speed in the progress bar"
     if not sampling:  # would catch: an answer beside the prompt of another row
         (alone := source.with_name("alone.jsonl")).write_text(json.dumps(rows(plain)[1] | {"answer": None}) + "\n")
         generate_rows(alone, source.with_name("one.jsonl"), "--answer-column", "again")
