@@ -146,7 +146,10 @@ class GenerateSettings(AnswerSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """Train a drafter: answers of the target, training, evaluation; the same command continues a stopped run.
+    """Train a drafter, in a clone of the repository: answers of the target, training, evaluation.
+
+    The same command continues a stopped run. It runs the scripts of the folder recipes/, which an installed package
+    does not have, with the libraries of the extra "train".
 
     What follows -- are arguments of the recipe.
     """

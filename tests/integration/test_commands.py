@@ -500,6 +500,11 @@ def test_serve_help_lists_the_options_of_both() -> None:
     assert all(option in shown for option in ("--draft", "--revision", "--cb-num-blocks", "--default-seed"))
 
 
+def test_train_help_says_that_it_needs_a_clone() -> None:
+    """Would catch: a command that is listed for everyone, and fails where there is no clone."""
+    assert "in a clone of the repository" in run("train", "--help")
+
+
 def test_lm_eval_without_the_harness_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a traceback where another library is missing."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:  # where it is installed
