@@ -83,3 +83,24 @@ def test_texts_of_others_have_a_notice_and_are_no_news_articles(file: Path) -> N
     notices = (BENCHMARK_ASSETS / "THIRD_PARTY.md").read_text(encoding="utf-8")
     assert f"`{file.relative_to(BENCHMARK_ASSETS).as_posix()}`" in notices
     assert b"(CNN)" not in file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("subject", "is_accepted"),
+    [
+        ("ngram: reuse the index across calls", True),
+        ("draft model, tests/unit: copy", True),
+        (f"ngram: {'a' * 65}", True),
+        (f"ngram: {'a' * 66}", False),
+        ("reuse the index across calls\n\nngram: as its body says", False),
+        ("ngram:", False),
+        ("Merge branch 'main' into a-branch-with-a-name-that-is-longer-than-72-characters-is", True),
+    ],
+)
+def test_commit_hook_accepts_subjects_with_a_scope(subject: str, is_accepted: bool) -> None:
+    """Would catch: a pattern that a line of the body satisfies, or that merges of Git do not."""
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    (hook,) = [hook for hook in hooks if hook["id"] == "commit-subject"]
+    assert hook["args"] == ["--multiline", "--negate"] and hook["stages"] == ["commit-msg"]
+    pattern = re.compile(hook["entry"].encode(), re.MULTILINE | re.DOTALL)  # as pre-commit compiles it
+    assert bool(pattern.search(f"{subject}\n".encode())) == is_accepted
