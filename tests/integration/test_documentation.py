@@ -114,6 +114,15 @@ def test_links_of_a_page_lead_to_files(page: Path) -> None:
             assert section[1:].replace("-", " ") in [one.replace("-", " ") for one in headings], target + section
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page_with_an_installation_says_what_to_do_before_the_first_release(page: Path) -> None:
+    """Would catch: a first command that fails for everyone, as long as the package index does not have the package."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"```(?:bash|powershell)\n(.*?)```", text, re.S)
+    installs = any(re.search(r'pip install .*"?hf-specgen(?!-demo)', block) for block in blocks)
+    assert not installs or "git+https://" in text or "#before-the-first-release" in text
+
+
 @pytest.mark.parametrize(("page", "folder"), [("benchmarks/README.md", "."), ("docs/benchmarks.md", "projected")])
 def test_tables_are_those_of_the_records(page: str, folder: str) -> None:
     """Would catch: a record that was renewed without its tables, a figure that was changed by hand."""
@@ -191,6 +200,7 @@ SENTENCES = [
     ("docs/integrations.md", "`benchmarks/README.md`: in `generate`", "for 8 and 16", "rollouts.json", "rows"),
     ("README.md", "in the record [rollouts]", "plain's time", "rollouts.json", "rows"),
     ("docs/batches.md", "decoding 64 prompts takes", "two cores", "generate-many.json", "rows"),
+    ("docs/batches.md", "Wall time", "(record `generate-batch`", "generate-batch.json", "rows"),
     ("docs/hardware.md", "and an EAGLE-3 head gains", "On a CPU", "wide/report.json", "speed"),
     ("docs/rl.md", "recorded are", "for 8 and 16", "rollouts.json", "rows"),
     ("README.md", "over graphs without drafts", "captures included", "large-target-graphs.json", "rows"),
