@@ -51,7 +51,7 @@ def test_release_publishes_what_was_checked_without_a_password() -> None:
 
 
 def test_continuous_integration_runs_what_the_package_promises() -> None:
-    """Would catch: a version of Python, PyTorch or Transformers that is promised and run nowhere; a renamed test."""
+    """Would catch: a version that is promised and run nowhere; a test or an extra that was renamed."""
     text = (WORKFLOWS / "ci.yml").read_text(encoding="utf-8")
     classifiers = PROJECT["project"]["classifiers"]
     for version in re.findall(r":: (3\.\d+)", " ".join(classifiers)):
@@ -60,6 +60,9 @@ def test_continuous_integration_runs_what_the_package_promises() -> None:
     assert f"torch=={lowest['torch']}.*" in text and f"transformers=={lowest['transformers']}.*" in text
     for file in workflow("ci")["env"]["ESSENTIAL"].split():
         assert (ROOT / file).is_file()
+    extras = {extra for extras in re.findall(r"\.\[([\w,]+)\]", text) for extra in extras.split(",")}
+    assert {"integrations", "quantized"} <= extras <= PROJECT["project"]["optional-dependencies"].keys()
+    assert all((ROOT / file).exists() for file in re.findall(r"\btests/[\w/.]+", text))
 
 
 def test_site_is_built_with_the_same_tools_everywhere() -> None:
