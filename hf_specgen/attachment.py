@@ -25,6 +25,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
+from hf_specgen.call import UnrepeatableError
 from hf_specgen.call_statistics import CallTotals, Statistics
 from hf_specgen.candidates.combined import Preset
 from hf_specgen.generate import Speculation, by_name, run
@@ -36,7 +37,7 @@ from hf_specgen.targets.hooks import own_attributes
 from hf_specgen.targets.support import check_architecture
 from hf_specgen.unsupported_calls import unsupported_argument
 from hf_specgen.verification import CoupledVerifier
-from hf_specgen.verification.processors import UnrepeatableError, name_of
+from hf_specgen.verification.processors import name_of
 
 M = TypeVar("M", bound=nn.Module)
 

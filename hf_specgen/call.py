@@ -30,6 +30,10 @@ from hf_specgen.random_state import NoiseSeeds
 T = TypeVar("T")
 
 
+class UnrepeatableError(ValueError):
+    """A user's function does what cannot be repeated exactly, so that the call has to run plainly."""
+
+
 class GenerationState:
     """Prompts and generated tokens of a batch. The decoding loop writes it, everything else reads it.
 

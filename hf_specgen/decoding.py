@@ -22,7 +22,7 @@ from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
-from hf_specgen.call import Call
+from hf_specgen.call import Call, UnrepeatableError
 from hf_specgen.call_statistics import Statistics, StepRecord
 from hf_specgen.candidates.base import WrappedSession, checked_draft, leftmost_chains, vocabulary_size
 from hf_specgen.candidates.draft_batch import DraftBatch, TargetView
@@ -37,7 +37,6 @@ from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, VerificationSession
 from hf_specgen.verification.criteria import CustomCriteria
-from hf_specgen.verification.processors import UnrepeatableError
 from hf_specgen.verification.result import TopTokens
 
 STEP_PARTS = ("draft", "forward", "verify")  # parts of a call's wall time that make up the latency of a step

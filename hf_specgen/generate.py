@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
-from hf_specgen.call import Call, Compile, EncoderInput, GenerationState, Prediction
+from hf_specgen.call import Call, Compile, EncoderInput, GenerationState, Prediction, UnrepeatableError
 from hf_specgen.call_statistics import Statistics
 from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.combined import Preset
@@ -33,7 +33,7 @@ from hf_specgen.targets.self_check import check_computation
 from hf_specgen.targets.support import check_length, check_model
 from hf_specgen.unsupported_calls import problems, unsupported_argument
 from hf_specgen.verification import Verifier
-from hf_specgen.verification.processors import UnrepeatableError, undo_of
+from hf_specgen.verification.processors import undo_of
 
 ASSISTANT_SETTINGS = {
     "num_assistant_tokens": "give k= to the strategy, or policy=",

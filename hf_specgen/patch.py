@@ -57,6 +57,8 @@ def _patch(mixin: Any) -> None:
         patched = getattr(original, "_hf_specgen_patched", None)
         if patched is None:
             patched = wrap(original)
+            # As deep as without us: of a `generate` below `no_grad`, `__wrapped__` is the one that keeps gradients.
+            patched.__wrapped__ = getattr(original, "__wrapped__", original)
             patched._hf_specgen_original = original
             patched._hf_specgen_patched = patched
             setattr(mixin, name, patched)

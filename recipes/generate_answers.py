@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
         state.print(f"{args.output}: {len(rows)} answers {dict(Counter(map(domain_of, rows.values())))}")
 
 
-def local_answers(args: AnswerArguments, rows: Numbered) -> Iterator[tuple[int, Row]]:
+def local_answers(args: AnswerArguments, rows: Numbered) -> Iterator[tuple[int, Row, int]]:
     """Answers of the target in this process, by speculative decoding."""
     chat = ChatFormat(AutoTokenizer.from_pretrained(args.target), args.chat_template_kwargs)
     model: Any = AutoModelForCausalLM.from_pretrained(args.target, **args.target_kwargs).eval()
@@ -93,13 +93,13 @@ def local_answers(args: AnswerArguments, rows: Numbered) -> Iterator[tuple[int, 
 
 def answer_rows(
     model: Any, chat: ChatFormat, rows: Numbered, candidates: Any, seed: int, generation: dict[str, Any], **call: Any
-) -> Iterator[tuple[int, Row]]:
-    """The rows with the answers that `completions` generates."""
+) -> Iterator[tuple[int, Row, int]]:
+    """The rows with the answers that `completions` generates: number, row, and tokens of the answer."""
     ends, by_number = model.generation_config.eos_token_id, dict(rows)
     ends = {*(ends if isinstance(ends, list) else [ends]), chat.tokenizer.eos_token_id}
     for number, found in completions(model, chat, rows, candidates, seed, generation, **call):
         text = str(chat.tokenizer.decode(found.tokens, skip_special_tokens=True))
-        yield number, answered(by_number[number], text, not ends.isdisjoint(found.tokens))
+        yield number, answered(by_number[number], text, not ends.isdisjoint(found.tokens)), len(found.tokens)
 
 
 def completions(

@@ -91,6 +91,8 @@ def _training_mask(kind: BlockAttention, batch: Batch, roots: torch.Tensor, bloc
     return block_mask(batch, roots, inside.tril() if kind.causal else inside)
 
 
+# `training.run`: arguments, rows and target; BlockDrafter.check and its constructor; draft() for each batch of
+# the Trainer; save(); real generations by domain; the model card.
 main = partial(run, BlockDrafter, BlockArguments, __doc__)
 
 if __name__ == "__main__":

@@ -113,6 +113,8 @@ def from_layers(target: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
     return cast(PreTrainedModel, draft)
 
 
+# `training.run`: arguments, rows and target; ModelDrafter.check and its constructor; draft() for each batch of
+# the Trainer; save(); real generations by domain; the model card.
 main = partial(run, ModelDrafter, DraftArguments, __doc__)
 
 if __name__ == "__main__":

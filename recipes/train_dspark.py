@@ -100,6 +100,8 @@ def _without_correction(head: DSparkHead) -> DSparkHead:
     return head
 
 
+# `training.run`: arguments, rows and target; SparkDrafter.check and its constructor; draft() for each batch of
+# the Trainer; save(); real generations by domain; the model card.
 main = partial(run, SparkDrafter, SparkArguments, __doc__)
 
 if __name__ == "__main__":

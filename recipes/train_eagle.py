@@ -145,6 +145,8 @@ def _known_positions(bound: BoundHead, batch: Batch, features: torch.Tensor, cac
     return head(HeadInputs(following, head.combine(features), batch["position_ids"], mask), cache)
 
 
+# `training.run`: arguments, rows and target; EagleDrafter.check and its constructor; draft() for each batch of
+# the Trainer; save(); real generations by domain; the model card.
 main = partial(run, EagleDrafter, EagleArguments, __doc__)
 
 if __name__ == "__main__":

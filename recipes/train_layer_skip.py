@@ -69,6 +69,8 @@ class ExitDrafter(Drafter):
         save_exit_head(self.adapter, folder, self.target, self.args.target)
 
 
+# `training.run`: arguments, rows and target; ExitDrafter.check and its constructor; draft() for each batch of
+# the Trainer; save(); real generations by domain; the model card.
 main = partial(run, ExitDrafter, ExitArguments, __doc__)
 
 if __name__ == "__main__":

@@ -89,6 +89,8 @@ def following_tokens(batch: Batch, heads: MedusaHeads) -> torch.Tensor:
     return torch.stack([ids.roll(-after, dims=1)[predicts] for after in range(1, heads.config.num_heads + 1)], dim=1)
 
 
+# `training.run`: arguments, rows and target; MedusaDrafter.check and its constructor; draft() for each batch of
+# the Trainer; save(); real generations by domain; the model card.
 main = partial(run, MedusaDrafter, MedusaArguments, __doc__)
 
 if __name__ == "__main__":

@@ -328,7 +328,8 @@ def target_answers(args: Arguments, target: PreTrainedModel, chat: ChatFormat, p
     """The target's own answers to the held-out prompts."""
     with torch.random.fork_rng():
         call = {"max_new_tokens": args.evaluation_tokens, "max_rows": 16}
-        answers = dict(answer_rows(target, chat, prompts, UNDRAFTED, 0, args.generation, **call))
+        found = answer_rows(target, chat, prompts, UNDRAFTED, 0, args.generation, **call)
+        answers = {number: row for number, row, _ in found}
     return Dataset.from_list([answers[number] for number, _ in prompts])
 
 

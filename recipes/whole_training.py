@@ -106,7 +106,7 @@ class Training:
         args = parse(generate_answers.AnswerArguments, None, self.answer_arguments())
         prompts = list(generate_answers.chosen_prompts(args).items())
         begin = perf_counter()
-        answers = [row for _, row in generate_answers.local_answers(args, prompts[:FEW])]
+        answers = [row for _, row, _ in generate_answers.local_answers(args, prompts[:FEW])]
         answer_time = (perf_counter() - begin) / len(answers)
         seconds = 3600 * self.settings.hours
         count = min(len(prompts), max(FEW, int(seconds / 2 / answer_time)))

@@ -325,4 +325,10 @@ def have_same_vocabulary(draft: PreTrainedModel, target: PreTrainedModel) -> boo
             f"the draft has a vocabulary of {sizes[0]}, the target of {sizes[1]}, and their tokenizers could not be "
             f"compared ({'; '.join(reasons)}); load both models from folders that hold their tokenizers"
         )
+    if "" in names:  # of the others `_load_failure` has logged why
+        logger.warning_once(  # type: ignore[attr-defined]  # of Transformers
+            "draft or target was not loaded from a folder or repository; whether they have the same tokenizer is not "
+            "checked, only that both have %d tokens",
+            sizes[0],
+        )
     return True

@@ -18,13 +18,14 @@ from tqdm.auto import tqdm
 
 from hf_specgen.batching.many_prompts import generate_many
 from hf_specgen.call_statistics import Statistics
+from hf_specgen.candidates import NgramHistory
 from hf_specgen.cli.settings import GenerateSettings
 from hf_specgen.depth import FixedDepth
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.workloads import chosen_strategy, prompt_text, read_rows
 
 Row = dict[str, Any]
-RESUMABLE = ("plain", "draft", "device")
+RESUMABLE = ("plain", "draft", "device", "history")
 """Settings that may differ when a run is resumed: in float32 they do not change the answers."""
 LITTLE_GAIN = 1.1
 """Tokens per step below which the reason is printed."""
@@ -36,24 +37,27 @@ def show(settings: GenerateSettings) -> None:
     if settings.output.exists():
         raise ValueError(f"{settings.output} exists already; delete it or name another file")
     rows = rows_of(settings)
+    history = NgramHistory.of_file(settings.history) if settings.history else None
     # Each run has a folder of its own, by the settings that decide its answers.
     run = {name: str(value) for name, value in asdict(settings).items() if name not in RESUMABLE}
     number = crc32(json.dumps(run, sort_keys=True).encode())
     parts = settings.output.with_name(f"{settings.output.name}.{number:08x}.parts")
     model, tokenizer = workloads.load(settings.target, settings.dtype, settings.device or str(processes.device))
     texts = [prompt_text(tokenizer, row[settings.column], settings.chat) for row in rows]
-    strategy = chosen_strategy(settings.draft, tokenizer=tokenizer, trust_remote_code=settings.trust_remote_code)
+    options = {"tokenizer": tokenizer, "trust_remote_code": settings.trust_remote_code}
+    strategy = chosen_strategy(settings.draft, with_history=history is not None, **options)
     counts = list[int]()
     special = not (tokenizer.chat_template and settings.chat)  # a chat template writes them into the text
-    arguments = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
+    arguments = workloads.generation_settings(settings.max_new_tokens, settings.temperature) | {"history": history}
     arguments |= {"policy": FixedDepth(0)} if settings.plain else {}
 
-    def answers(numbers: list[int]) -> Iterator[tuple[int, str]]:
+    def answers(numbers: list[int]) -> Iterator[tuple[int, str, int]]:
         prompts = (tokenizer(texts[number], add_special_tokens=special)["input_ids"] for number in numbers)
         seeds = [settings.seed + number for number in numbers]
         for found in generate_many(model, prompts, strategy, max_rows=settings.batch_size, seed=seeds, **arguments):
             counts.append(len(found.tokens))
-            yield numbers[found.index], str(tokenizer.decode(found.tokens, skip_special_tokens=True))
+            text = str(tokenizer.decode(found.tokens, skip_special_tokens=True))
+            yield numbers[found.index], text, len(found.tokens)
 
     # Longest first, so that few rows run alone at the end.
     begin, order = perf_counter(), sorted(range(len(rows)), key=lambda number: -len(texts[number]))
@@ -79,12 +83,12 @@ def explanation(counts: Statistics, rows: int) -> str:
 
 
 def answer_missing(
-    parts: Path, numbers: Sequence[int], answer: Callable[[list[int]], Iterator[tuple[int, Any]]]
+    parts: Path, numbers: Sequence[int], answer: Callable[[list[int]], Iterator[tuple[Any, ...]]]
 ) -> dict[int, Any]:
     """Answers by number: those that earlier runs kept in a folder, and those that are missing there.
 
-    The processes divide the missing ones; `answer` takes their numbers, and yields them with their numbers; each is
-    written at once.
+    The processes divide the missing ones; `answer` takes their numbers, and yields each number, its answer and, for
+    the progress bar, the tokens of the answer where they are known. Each answer is written at once.
     """
     processes = PartialState()
     known = read_answers(parts)
@@ -96,8 +100,13 @@ def answer_missing(
     mine = missing[processes.process_index :: processes.num_processes]
     with (parts / f"process-{processes.process_index}.jsonl").open("a", encoding="utf-8") as file:
         file.write("\n")  # the last line may have been cut off
-        for one in tqdm(answer(mine), total=len(mine), disable=not processes.is_main_process, unit="prompt"):
-            print(json.dumps(one), file=file, flush=True)
+        bar = tqdm(answer(mine), total=len(mine), disable=not processes.is_main_process, unit="prompt")
+        begin, total = perf_counter(), 0
+        for number, found, *tokens in bar:
+            print(json.dumps((number, found)), file=file, flush=True)
+            total += sum(tokens)
+            speed = f"{total / max(perf_counter() - begin, 1e-9):.1f} tokens/s" if tokens else ""
+            bar.set_postfix_str(speed, refresh=False)
     processes.wait_for_everyone()
     return read_answers(parts)
 

@@ -19,7 +19,8 @@ OTHER_COMMANDS = ("ls", "validate")
 def register() -> type:
     """Add the model to the registry of the harness, if it is not there; returns its class.
 
-    It takes the arguments of `hf`, and `draft`: an id or folder of what drafts, several joined by "+".
+    It takes the arguments of `hf`, `draft`: an id or folder of what drafts, several joined by "+", and
+    `history`: a file of earlier answers.
     """
     from lm_eval.api.registry import model_registry, register_model
     from lm_eval.models.huggingface import HFLM
@@ -32,12 +33,13 @@ def register() -> type:
 
         running: Any = None
 
-        def __init__(self, *args: Any, draft: str = "", **kwargs: Any):
+        def __init__(self, *args: Any, draft: str = "", history: str = "", **kwargs: Any):
             super().__init__(*args, **kwargs)
             drafts = draft.split("+") if draft else []
             trusted = bool(kwargs.get("trust_remote_code"))
-            strategy = chosen_strategy(drafts, tokenizer=self.tokenizer, trust_remote_code=trusted)
-            SpeculatingLM.running = attach(self.model, strategy)
+            options = {"tokenizer": self.tokenizer, "trust_remote_code": trusted}
+            strategy = chosen_strategy(drafts, with_history=bool(history), **options)
+            SpeculatingLM.running = attach(self.model, strategy, history=history or None)
 
     register_model(NAME)(SpeculatingLM)
     return SpeculatingLM

@@ -26,8 +26,8 @@ from transformers.cli.serving.utils import BaseHandler, CBGenerateManager, Gener
 
 from hf_specgen.attachment import Attachment, attached_to_every_model
 from hf_specgen.call_statistics import Statistics
-from hf_specgen.candidates import Candidates
-from hf_specgen.cli.settings import Drafts, Revision, errors
+from hf_specgen.candidates import Candidates, NgramHistory
+from hf_specgen.cli.settings import Drafts, History, Revision, errors
 from hf_specgen.evaluation.workloads import checkpoint, chosen_strategy, from_pretrained
 from hf_specgen.heads.source import first_line, source_errors
 from hf_specgen.monitor import count_in_prometheus, prometheus_counters
@@ -206,11 +206,13 @@ def _replaced(module: Any, **replacements: Any) -> Iterator[None]:
 
 
 @contextmanager
-def speculating_server(model: str, strategy: Candidates, **options: Any) -> Iterator[tuple[Server, Attachment]]:
+def speculating_server(
+    model: str, strategy: Candidates, history: NgramHistory | None = None, **options: Any
+) -> Iterator[tuple[Server, Attachment]]:
     """A server whose models speculate, to be started by `run`, and what counts its requests."""
     build = partial(_build_server, server.build_server)
     with (
-        attached_to_every_model(ServedCalls(Settings.parse(strategy))) as attachment,
+        attached_to_every_model(ServedCalls(Settings.parse(strategy, history=history))) as attachment,
         _replaced(server, build_server=build),
         _replaced(utils, GenerateManager=Requests, CBGenerateManager=BatchedRequests),
     ):
@@ -225,21 +227,25 @@ def serve(
     model: Annotated[str, typer.Argument(help="Hub id or folder of the target.")],
     draft: Drafts = [],  # noqa: B006  (typer makes a new list)
     revision: Revision = "",
+    history: History = None,
     **options: Any,
 ) -> None:
     """Start `transformers serve` for a model that speculates."""
     with ExitStack() as stack:
         with errors():
             trusted = options["trust_remote_code"]
-            strategy = chosen_strategy(draft, trust_remote_code=trusted)
+            answers = NgramHistory.of_file(history) if history else None
+            strategy = chosen_strategy(draft, with_history=answers is not None, trust_remote_code=trusted)
             source = checkpoint(model, revision, trusted)
             name, gguf_file = utils.split_model_id(source.path_or_id)
             with source_errors(name):
                 gguf_file or from_pretrained(AutoConfig, source)
-            running, attachment = stack.enter_context(speculating_server(str(source), strategy, **options))
+            running, attachment = stack.enter_context(speculating_server(str(source), strategy, answers, **options))
         log(f"strategy: {strategy!r}")
         running.run()
         log(attachment.totals.summary())
+        if answers is not None:
+            answers.sync()  # which the end below leaves out
         os._exit(0)  # the threads that generate would keep the process alive, or abort it while it ends
 
 

@@ -26,6 +26,10 @@ Temperature = Annotated[float, Option(help="Sampling temperature; 0 for greedy d
 BatchSize = Annotated[int, Option(help="Prompts that are answered at a time.", min=1)]
 NewTokens = Annotated[int, Option(help="Tokens per answer.", min=1)]
 Device = Annotated[str, Option(help="cpu, cuda:1, mps …; auto for several; the accelerator if left out.")]
+History = Annotated[
+    Path | None,
+    Option(help="File of earlier answers: drafts copy from it, and new answers are added; made if there is none."),
+]
 NONE: Any = ()
 ONE_ROW: Any = (1,)
 """Defaults of options that may be given several times."""
@@ -133,6 +137,7 @@ class GenerateSettings(AnswerSettings):
     name: Annotated[str, Option(help="Configuration of a dataset.")] = ""
     limit: Annotated[int, Option(help="Rows to use; 0 for all.", min=0)] = 0
     plain: Annotated[bool, Option(help="Generate without a strategy.")] = False
+    history: History = None
     chat: Annotated[bool, Option(help="Put texts into the model's chat format, if it has one.")] = True
     batch_size: BatchSize = 8
     max_new_tokens: NewTokens = 256
@@ -141,7 +146,10 @@ class GenerateSettings(AnswerSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """Train a drafter: answers of the target, training, evaluation; the same command continues a stopped run.
+    """Train a drafter, in a clone of the repository: answers of the target, training, evaluation.
+
+    The same command continues a stopped run. It runs the scripts of the folder recipes/, which an installed package
+    does not have, with the libraries of the extra "train".
 
     What follows -- are arguments of the recipe.
     """

@@ -276,12 +276,12 @@ def with_ngrams(strategy: Strategy, name: str) -> Strategy:
     return Strategy(name, f"CombinedCandidates([NgramCandidates(), {strategy.code}])", both, strategy.source)
 
 
-def chosen_strategy(drafts: Sequence[str], **options: Any) -> Candidates:
+def chosen_strategy(drafts: Sequence[str], *, with_history: bool = False, **options: Any) -> Candidates:
     """The strategy of a checkpoint that drafts, a draft model or several of them with n-grams; without one the default.
 
-    `options` are those of `strategies`.
+    `with_history` adds n-grams to a single head too, for `history=`; `options` are those of `strategies`.
     """
     found = [one.candidates for one in strategies(drafts, **options)]
-    if len(drafts) > 1:
+    if len(drafts) > 1 or (drafts and with_history):
         return CombinedCandidates([one for one in found if not isinstance(one, CombinedCandidates)])
     return found[-1] if drafts else AUTO

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, get_layer_types_and_kwargs
 
+from hf_specgen.call import UnrepeatableError
 from hf_specgen.targets.cache_layer import ImageLayer, RaggedLayer
 from hf_specgen.targets.compact_layers import OffloadedLayer, SharedLayer, layer_like
 from hf_specgen.targets.compressed_layer import CompressedLayer
@@ -136,6 +137,14 @@ class RaggedCache(Cache):
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         return self._states[layer_idx].replace(recurrent_states, state_idx)
+
+    def check_pass(self) -> None:
+        """Raise if a hook has put other keys or values in place of those that the last pass has written."""
+        if any(layer.was_replaced() for layer in self.layers):
+            raise UnrepeatableError(
+                "a hook or replaced function of the model puts other keys or values into the cache, as to compress it, "
+                "from which draft tokens cannot be removed; remove it, or leave candidate_generator= out"
+            )
 
     @property
     def lengths(self) -> tuple[int, ...]:

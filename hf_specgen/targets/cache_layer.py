@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -48,6 +49,8 @@ class RaggedLayer(CacheLayerMixin):
         self.index: RaggedLayer | None = None
         """The keys of the layer's indexer."""
         self._positions: torch.Tensor | None = None
+        self._written: tuple[Any, ...] = ()  # references to the buffers that the last pass wrote to
+        self._is_replaced = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -73,6 +76,7 @@ class RaggedLayer(CacheLayerMixin):
                 f"the cache holds {len(self.lengths)} rows, got keys for {key_states.shape[0]}; leave {CACHE} "
                 "out, or give it to a call with as many rows as the one that returned it"
             )
+        self._is_replaced = self.was_replaced()  # by a chunk of the prompt before this one
         starts, new = tuple(length - self.first for length in self.lengths), key_states.shape[2]
         width = max(starts) + new
         self.reserve(width)
@@ -89,7 +93,15 @@ class RaggedLayer(CacheLayerMixin):
         self.lengths = tuple(length + new for length in self.lengths)
         keys, values = self.keys[:, :, :width], self.values[:, :, :width]
         self._drop_invisible(min(self.lengths) if self.committed is None else self.committed)
+        self._written = weakref.ref(self.keys), weakref.ref(self.values)
         return keys, values
+
+    def was_replaced(self) -> bool:
+        """Whether something has put other tensors in place of the buffers since a pass wrote to them; asked once."""
+        written, self._written = self._written, ()
+        is_replaced = bool(written) and (written[0]() is not self.keys or written[1]() is not self.values)
+        is_replaced, self._is_replaced = is_replaced or self._is_replaced, False
+        return is_replaced
 
     def update_index(self, keys: torch.Tensor) -> torch.Tensor:
         """Append the keys of an indexer, `[batch, heads, new, head_dim]`; returns all slots up to the longest row."""

@@ -128,6 +128,7 @@ class Target:
     def prefill(self) -> torch.Tensor:
         """Run the model on the prompt; returns the logits after its last token, `[batch, 1, vocab]`."""
         logits = self._inputs.prefill(self._model_cache)[:, -1:]
+        self.cache.check_pass()
         slots = self.cache.lengths
         self._layout.place_prompt(slots, self.first_positions)
         self._starts = tuple(slot - 1 for slot in slots)  # the last token counts as pending
@@ -245,7 +246,9 @@ class Target:
 
     def _eager_pass(self, module: nn.Module, step: _Step) -> PassOutput:
         """A pass on the cache of the call."""
-        return self._pass(module, self._arguments(step), self._model_cache)
+        output = self._pass(module, self._arguments(step), self._model_cache)
+        self.cache.check_pass()
+        return output
 
     def _arguments(self, step: _Step) -> dict[str, Any]:
         """The arguments of an eager pass but the cache."""

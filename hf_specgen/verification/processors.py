@@ -25,7 +25,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
 from hf_specgen import compat
-from hf_specgen.call import GenerationState
+from hf_specgen.call import GenerationState, UnrepeatableError
 from hf_specgen.random_state import RandomOperations, global_generator
 
 
@@ -48,10 +48,6 @@ ROW_WISE = _classes(
     "ForcedBOSTokenLogitsProcessor ForcedEOSTokenLogitsProcessor ExponentialDecayLengthPenalty "
     "SuppressTokensAtBeginLogitsProcessor WatermarkLogitsProcessor WhisperTimeStampLogitsProcessor"
 )
-
-
-class UnrepeatableError(ValueError):
-    """A user's function does what cannot be repeated exactly, so that the call has to run plainly."""
 
 
 @contextmanager

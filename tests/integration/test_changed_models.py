@@ -14,7 +14,8 @@ from accelerate import Accelerator
 from transformers import AttentionInterface, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_specgen import DraftModelCandidates, FixedDepth, LayerSkipCandidates, NgramCandidates
+from hf_specgen import DraftModelCandidates, FixedDepth, LayerSkipCandidates, NgramCandidates, attached
+from hf_specgen.compat import CACHE
 from hf_specgen.targets.fingerprint import computation
 from hf_specgen.targets.model_parts import decoder_layers
 from tests.helpers import assert_same_tokens, fresh_model, perturbed_copy, prompts, tiny_model
@@ -118,6 +119,22 @@ def replaced_attention(model: Any) -> Iterator[None]:
     AttentionInterface.register("sdpa", registered)
 
 
+@contextmanager
+def hooks_that_compress_the_cache(model: Any, longest: int = 1) -> Iterator[None]:
+    """Each layer drops half of its keys and values after a longer pass, as libraries of cache compression do."""
+
+    def compress(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        layer = kwargs[CACHE].layers[module.layer_idx]
+        if first(output).shape[1] > longest:
+            half = layer.keys.shape[2] // 2
+            layer.keys, layer.values = layer.keys[:, :, half:], layer.values[:, :, half:]
+
+    handles = [layer.self_attn.register_forward_hook(compress, with_kwargs=True) for layer in model.model.layers]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
 class Steering(torch.nn.Module):
     """Steers while its attribute says so."""
 
@@ -147,6 +164,7 @@ CHANGES: list[Callable[[Any], Any]] = [
     replaced_module,
     replaced_forward_of_the_class,
     replaced_attention,
+    hooks_that_compress_the_cache,
 ]
 
 
@@ -158,6 +176,19 @@ def test_self_check_model_changed_after_the_first_call_is_refused_until_undone(c
     with change(model):
         assert outcome(model) == "refused"
         assert outcome(model) == "refused"
+    assert outcome(model) == "same"
+
+
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_hooks_that_compress_the_cache_of_long_texts_alone_are_refused(chunk: int | None) -> None:
+    """Would catch: a cache that no trial compresses, and the call does after its prompt, with other tokens then."""
+    model, call = llama(), {**CALL, "prefill_chunk_size": chunk}
+    with hooks_that_compress_the_cache(model, longest=6):
+        with pytest.raises(ValueError, match=r"puts other keys or values into the cache.*; remove it"):
+            model.generate(**call, candidate_generator=NgramCandidates(k=4))
+        with attached(model, NgramCandidates(k=4)), pytest.warns(UserWarning, match="puts other keys or values"):
+            tokens = model.generate(**call)
+        assert torch.equal(tokens, model.generate(**call))
     assert outcome(model) == "same"
 
 

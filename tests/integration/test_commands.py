@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from huggingface_hub import HfApi
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedTokenizerBase
 from transformers.cli.serve import Serve
 
-from hf_specgen import AdaptiveDepth, DraftModelCandidates, NgramCandidates, __version__
+from hf_specgen import AdaptiveDepth, DraftModelCandidates, NgramCandidates, NgramHistory, __version__
 from hf_specgen.call_statistics import RowStep, Statistics
 from hf_specgen.cli import checkpoints, main
 from hf_specgen.cli import generate as command
@@ -66,6 +67,7 @@ BAD_INPUT = [
     (["serve", "./none"], "there is no folder './none'"),
     (["serve", "org/none"], "cannot load 'org/none'"),
     (["serve", MODEL, "--draft", "./none"], "there is no folder './none'"),
+    (["serve", MODEL, "--history", "none/a"], "none' for the history; make it first"),
 ]
 
 
@@ -286,6 +288,7 @@ def test_answers_are_those_of_plain_generation_in_the_order_of_the_source(source
     assert rows(ours) == rows(plain)
     assert [row["id"] for row in rows(ours)] == [0, 1, 2, 3, 4] and all("answer" in row for row in rows(ours))
     assert "5 rows" in output and "tokens per step" in output
+    assert re.search(r"5/5 \[[^]]*, [\d.]+ tokens/s\]", output), "the speed in the progress bar"
     if not sampling:  # would catch: an answer beside the prompt of another row
         (alone := source.with_name("alone.jsonl")).write_text(json.dumps(rows(plain)[1] | {"answer": None}) + "\n")
         generate_rows(alone, source.with_name("one.jsonl"), "--answer-column", "again")
@@ -314,6 +317,21 @@ def test_interrupted_run_is_resumed(source: Path, monkeypatch: pytest.MonkeyPatc
     resumed.unlink()
     assert "2 answered already" in generate_rows(source, resumed, "--temperature", "0.8")
     assert rows(resumed) == rows(complete) and len(answered) == 3 + 5 + 3
+
+
+def test_history_of_a_run_drafts_in_the_next_one_the_same_answers(source: Path) -> None:
+    """Would catch: answers that are not added to the file, other tokens by them, or a head without n-grams for it."""
+    plain, file = source.with_name("plain.jsonl"), source.with_name("answers.safetensors")
+    generate_rows(source, plain, "--plain", "--history", str(file))
+    earlier = len(NgramHistory.of_file(file))
+    assert earlier > 5 * 12
+    target = AutoModelForCausalLM.from_pretrained(source.with_name("target_beside_prompts"))
+    save_head(random_heads(target, num_heads=2), source.with_name("heads"))
+    for drafts in ([], ["--draft", str(source.with_name("heads"))]):
+        ours = source.with_name(f"ours{len(drafts)}.jsonl")
+        output = generate_rows(source, ours, "--history", str(file), *drafts)
+        assert rows(ours) == rows(plain) and len(NgramHistory.of_file(file)) == earlier
+        assert "acceptance by position: 1.00 1.00" in output
 
 
 def test_messages_and_other_columns_are_read(source: Path) -> None:
@@ -448,12 +466,13 @@ SERVERS = [
     ("--draft org/own --trust-remote-code", {"trust_remote_code": True}, "'org/own'"),
     ("--continuous-batching --cb-num-blocks 8", {"continuous_batching": True, "cb_num_blocks": 8}, "[NgramCandidates("),
     (f"--draft {REFERENCE_LM.parent / 'exit-adapter'} --port 8", {"port": 8}, "exit-adapter"),
+    (f"--draft {EAGLE_HEAD} --history answers", {"history": "answers"}, "[NgramCandidates("),
 ]
 
 
 @pytest.mark.parametrize(("options", "expected", "strategy"), SERVERS)
 def test_serve_passes_its_options_on(hub: Path, monkeypatch: Any, options: str, expected: Any, strategy: str) -> None:
-    """Would catch: a revision or trust in code that does not reach the server, a strategy that stays attached.
+    """Would catch: a revision, trust in code or a history that does not reach the server, a strategy that stays.
 
     Also continuous batching that nobody asked for, in which a request's stop strings and seed are not obeyed.
     """
@@ -461,13 +480,17 @@ def test_serve_passes_its_options_on(hub: Path, monkeypatch: Any, options: str, 
 
     @functools.wraps(Serve.__init__)
     def start(self: Any, model: str, **options: Any) -> None:
-        passed.update(options, model=model, strategy=repr(attached().settings.candidates))
+        settings = attached().settings
+        history = getattr(settings.history, "file", None)
+        strategy = repr(settings.candidates)
+        passed.update(options, model=model, strategy=strategy, history=None if history is None else history.name)
         raise ValueError("stop here")
 
     monkeypatch.setattr(Serve, "__init__", start)
     assert "stop here" in run("serve", "org/target", "--revision", "v1", *options.split(), exit_code=2)
     assert attached() is None and strategy in passed["strategy"]
-    defaults = {"model": "org/target@v1", "continuous_batching": False, "trust_remote_code": False, "port": 8000}
+    defaults = {"model": "org/target@v1", "trust_remote_code": False, "port": 8000}
+    defaults |= {"continuous_batching": False, "history": None}
     assert {**defaults, **expected}.items() <= passed.items()
 
 
@@ -475,6 +498,11 @@ def test_serve_help_lists_the_options_of_both() -> None:
     """Would catch: an error that points to a help without the options of `transformers serve`."""
     shown = run("serve", "--help")
     assert all(option in shown for option in ("--draft", "--revision", "--cb-num-blocks", "--default-seed"))
+
+
+def test_train_help_says_that_it_needs_a_clone() -> None:
+    """Would catch: a command that is listed for everyone, and fails where there is no clone."""
+    assert "in a clone of the repository" in run("train", "--help")
 
 
 def test_lm_eval_without_the_harness_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from accelerate.commands.launch import launch_command_parser
 from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, LogitsProcessorList
 
 import hf_specgen
+from benchmarks import formats
 from benchmarks.micro import MICRO
 from benchmarks.records import RECORDS
 from benchmarks.report.tables import BEGIN, END, collect
@@ -114,6 +115,15 @@ def test_links_of_a_page_lead_to_files(page: Path) -> None:
             assert section[1:].replace("-", " ") in [one.replace("-", " ") for one in headings], target + section
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page_with_an_installation_says_what_to_do_before_the_first_release(page: Path) -> None:
+    """Would catch: a first command that fails for everyone, as long as the package index does not have the package."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"```(?:bash|powershell)\n(.*?)```", text, re.S)
+    installs = any(re.search(r'pip install .*"?hf-specgen(?!-demo)', block) for block in blocks)
+    assert not installs or "git+https://" in text or "#before-the-first-release" in text
+
+
 @pytest.mark.parametrize(("page", "folder"), [("benchmarks/README.md", "."), ("docs/benchmarks.md", "projected")])
 def test_tables_are_those_of_the_records(page: str, folder: str) -> None:
     """Would catch: a record that was renewed without its tables, a figure that was changed by hand."""
@@ -186,11 +196,12 @@ SENTENCES = [
     ("README.md", "a pass over 8 tokens", "as long as", "published/report.json", "cost"),
     ("README.md", "over all\nof them", "[Tables", "published/report.json", "speed"),
     ("README.md", "the worst on record", "at batch 1", "domains/report.json", "speed"),
-    ("README.md", "at batch 1 (n-grams", "with eight rows", "batches/report.json", "batch"),
+    ("README.md", 'at batch 1 (`"auto"`, json)', "with eight rows", "batches/report.json", "batch"),
     ("README.md", "23 November 2026): n-grams", "times plain", "large-target.json", "rows"),
     ("docs/integrations.md", "`benchmarks/README.md`: in `generate`", "for 8 and 16", "rollouts.json", "rows"),
     ("README.md", "in the record [rollouts]", "plain's time", "rollouts.json", "rows"),
     ("docs/batches.md", "decoding 64 prompts takes", "two cores", "generate-many.json", "rows"),
+    ("docs/batches.md", "Wall time", "(record `generate-batch`", "generate-batch.json", "rows"),
     ("docs/hardware.md", "and an EAGLE-3 head gains", "On a CPU", "wide/report.json", "speed"),
     ("docs/rl.md", "recorded are", "for 8 and 16", "rollouts.json", "rows"),
     ("README.md", "over graphs without drafts", "captures included", "large-target-graphs.json", "rows"),
@@ -272,6 +283,59 @@ def test_api_reference_has_every_public_name() -> None:
     pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md")]
     described = " ".join(pages).split()
     assert {f"hf_specgen.{name}" for name in hf_specgen.__all__ if name != "__version__"} <= set(described)
+
+
+def popular_targets() -> list[list[str]]:
+    """Rows of the table of targets: names, classes with their result, published heads, whether they load, others."""
+    page = (ROOT / "docs" / "my_model.md").read_text(encoding="utf-8").split("## Popular targets")[1]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
+    return rows[1:]
+
+
+def test_popular_targets_have_the_results_of_their_classes() -> None:
+    """Would catch: a target that is said to work, while its class is refused, or verifies chains alone."""
+    page = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
+    found: dict[str, set[str]] = {}
+    for name, *results in re.findall(r"^\| .*? \| `(\w+)` \| ([^|]*) \| ([^|]*) \|", page, re.M):
+        found.setdefault(name, set()).update(result.rpartition(": ")[2].strip() for result in results)
+    for drafts in ("trees", "chains"):
+        section = re.split(rf"## (?:Draft )?{drafts} and batches\n", page, flags=re.I)[1].split("\n## ")[0]
+        found |= {name: {drafts} for name in re.findall(r"`(\w+)`", section)}
+    for target, classes, _, heads, *_ in popular_targets():
+        names, _, result = classes.partition(": ")
+        assert all(found[name] - {""} == {result} for name in re.findall("`(.*?)`", names)), target
+        assert names != "none" or heads == "refused"
+
+
+KINDS = {
+    **{"eagle-?3": "EAGLE-3", "p-?eagle": "P-EAGLE", "eagle": "EAGLE", "dflash2": "DFlash2", "dflash": "DFlash"},
+    **{"dspark": "DSpark", "domino": "Domino", "jetspec": "JetSpec", "assistant": "assistants", "medusa": "Medusa"},
+}
+"""By what names of repositories contain, the first one that does: the kind of head."""
+
+
+def names_on_the_hub(targets: str) -> list[str]:
+    """What ids of the targets of a row contain: of "Qwen3 14B, 32B" these are qwen3-14b and qwen3-32b."""
+    first, *others = targets.lower().split(", ")
+    family = re.sub(r"[ -]?[^ -]*$", "", first)
+    names = [first, *(name if name.startswith(family) else f"{family} {name}" for name in others)]
+    return [name.replace(" ", "-") for name in names]
+
+
+def test_published_heads_are_in_the_rows_of_their_targets() -> None:
+    """Would catch: a head that `benchmarks formats --hub` loads, while the page says otherwise or does not know it."""
+    rows = {name: row for row in popular_targets() for name in names_on_the_hub(row[0])}
+    checked = 0
+    for head, target in formats.published().items():
+        names = [name for name in rows if name in target.lower()]
+        if not names:
+            continue
+        _, _, kinds, heads, *_ = rows[max(names, key=len)]
+        matching = (kind for pattern, kind in KINDS.items() if re.search(pattern, head.lower()))
+        kind = "MTP layers" if head == target else next(matching)
+        assert heads.startswith("loads") and re.search(rf"(?<![\w-]){kind}(?![\w-])", kinds), (head, kind)
+        checked += 1
+    assert checked > 50
 
 
 CONCEPT = re.compile(r"^\| ([^|]+) \| [^|]+ \| ([^|]+) \|$", re.M)

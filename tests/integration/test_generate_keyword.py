@@ -1,6 +1,7 @@
 """The keyword `candidate_generator=` and its surroundings: Transformers' own loop and generators, formats, presets."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from hf_specgen import (
     speculate,
 )
 from hf_specgen.candidates.combined import PresetCandidates
+from hf_specgen.patch import WRAPPERS
 from tests.helpers import SAMPLING, perturbed_copy, prompts, tiny_model
 from tests.helpers.comparison import seed
 from tests.helpers.head_fixtures import FIXTURES
@@ -128,6 +130,19 @@ def test_uninstall_keeps_the_wrapper_of_other_code(monkeypatch: pytest.MonkeyPat
     hf_specgen.install()
     assert GenerationMixin.generate is tracer, "our function inside is enabled again, not wrapped twice"
     assert tracer(None, candidate_generator=None) == "plain []"
+
+
+def test_wrapped_generate_keeps_gradients_as_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: `generate.__wrapped__`, by which programs keep gradients, that is still below `no_grad`."""
+    for name in WRAPPERS:
+        patched = getattr(GenerationMixin, name)
+        assert patched.__wrapped__ is patched._hf_specgen_original.__wrapped__
+    monkeypatch.setattr(GenerationMixin, "generate", torch.no_grad()(inspect.unwrap(GenerationMixin.generate)))
+    hf_specgen.install()
+    settings = {"max_new_tokens": 3, "output_scores": True, "return_dict_in_generate": True}
+    output = GenerationMixin.generate.__wrapped__(model := tiny_model("llama"), **prompts(1), **settings)  # type: ignore[attr-defined]
+    assert all(scores.requires_grad for scores in output.scores)
+    assert torch.equal(output.sequences, model.generate(**prompts(1), max_new_tokens=3))
 
 
 def test_strategy_inside_transformers_own_loop_raises_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,9 @@ from hf_specgen import (
     attached,
 )
 from hf_specgen.targets.requirements import TargetRequirements
+from tests.checkpoints.cases import build
+from tests.checkpoints.inputs import text, with_media
+from tests.checkpoints.table import CHECKPOINTS
 from tests.fuzz.__main__ import run_safely
 from tests.fuzz.cases import Case
 from tests.fuzz.models import tiny_model
@@ -44,6 +47,17 @@ def identical(model: Any, candidates: Any, batch: int = 2, new: int = 24) -> boo
 def test_layer_skip_where_positions_or_scales_come_before_the_layers(kind: str) -> None:
     """Would catch: positions or scales that are added to the kept states a second time; states of dropped rows."""
     assert identical(tiny_model(kind, layers=4), LayerSkipCandidates(2, k=2), batch=3, new=12)
+
+
+@pytest.mark.parametrize("name", ["Gemma 4 E2B, E4B", "Gemma 4 31B"])
+def test_layer_skip_in_the_class_for_images_and_text_same_tokens(name: str) -> None:
+    """Would catch: inputs by layer that the outer class makes of the ids, missing where a part of the layers runs."""
+    (checkpoint,) = [one for one in CHECKPOINTS if one.name == name]
+    model = build(checkpoint)
+    assert type(model).__name__ == "Gemma4ForConditionalGeneration"
+    for inputs in (text(model, 3), with_media(checkpoint, model, 1)):
+        strategy = LayerSkipCandidates(1, k=2, policy=FixedDepth())
+        assert assert_same_tokens(model, inputs, strategy, max_new_tokens=12).drafted > 0
 
 
 CANNOT_BE_DIVIDED = "cannot (draft with its own first layers|verify)|takes no position_ids"

@@ -128,10 +128,11 @@ def test_command_line_of_lm_eval_speculates(tmp_path: Path, prompt: str, monkeyp
     monkeypatch.setattr(sys, "argv", [])
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
     (tmp_path / "task.yaml").write_text(TASK.format(data=tmp_path / "rows.jsonl", cache=tmp_path / "cache"))
-    arguments = ["--model_args", f"pretrained={REFERENCE_LM},dtype=float32", "--device", "cpu"]
+    history = tmp_path / "answers.safetensors"
+    arguments = ["--model_args", f"pretrained={REFERENCE_LM},dtype=float32,history={history}", "--device", "cpu"]
     output = run("lm-eval", *arguments, "--tasks", str(tmp_path / "task.yaml"))
     assert "hf-specgen (" in output and "|continued|" in output.replace(" ", "")
-    assert "tokens per step" in output
+    assert "tokens per step" in output and len(hf_specgen.NgramHistory.of_file(history)) > 12
 
 
 def test_scores_of_lm_eval_are_equal(model: Any, tokenizer: Any) -> None:

@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
+from hf_specgen.candidates.parallel_draft import ParallelDraft
 from hf_specgen.heads import config_keys
 from hf_specgen.heads.config_keys import HEAD, check_keys
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.mtp import load_mtp
 from tests.helpers.head_fixtures import FIXTURES
 
-HEADS = [name for name, one in FIXTURES.items() if "head" in one.expected and not name.startswith(("pard", "medusa"))]
+HEADS = [name for name, one in FIXTURES.items() if "head" in one.expected and not name.startswith("medusa")]
 PLACES = ("transformer_layer_config", "text_config", "dflash_config", "rope_parameters")
 
 
@@ -23,16 +25,19 @@ def test_key_that_is_not_known_raises_in_every_format_and_place(name: str, tmp_p
     shutil.copytree(FIXTURES[name].head_folder, tmp_path / "head")
     path = tmp_path / "head" / "config.json"
     config = json.loads(path.read_text())
+    is_model = name.startswith("pard")  # whose objects for layers Transformers reads
 
     def load() -> None:
         if name == "speculators_mtp_qwen3":
             load_mtp(FIXTURES[name].target, str(path.parent))
+        elif is_model:
+            ParallelDraft.of(AutoModelForCausalLM.from_pretrained(path.parent))
         else:
             load_head(path.parent)
 
     load()
     for place in (None, *PLACES):
-        if place is not None and place not in config:
+        if place is not None and (is_model or place not in config):
             continue
         changed = json.loads(json.dumps(config))
         (changed if place is None else changed[place])["attention_wobble"] = 0.7

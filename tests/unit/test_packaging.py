@@ -51,7 +51,7 @@ def test_release_publishes_what_was_checked_without_a_password() -> None:
 
 
 def test_continuous_integration_runs_what_the_package_promises() -> None:
-    """Would catch: a version of Python, PyTorch or Transformers that is promised and run nowhere; a renamed test."""
+    """Would catch: a version that is promised and run nowhere; a test or an extra that was renamed."""
     text = (WORKFLOWS / "ci.yml").read_text(encoding="utf-8")
     classifiers = PROJECT["project"]["classifiers"]
     for version in re.findall(r":: (3\.\d+)", " ".join(classifiers)):
@@ -60,6 +60,9 @@ def test_continuous_integration_runs_what_the_package_promises() -> None:
     assert f"torch=={lowest['torch']}.*" in text and f"transformers=={lowest['transformers']}.*" in text
     for file in workflow("ci")["env"]["ESSENTIAL"].split():
         assert (ROOT / file).is_file()
+    extras = {extra for extras in re.findall(r"\.\[([\w,]+)\]", text) for extra in extras.split(",")}
+    assert {"integrations", "quantized"} <= extras <= PROJECT["project"]["optional-dependencies"].keys()
+    assert all((ROOT / file).exists() for file in re.findall(r"\btests/[\w/.]+", text))
 
 
 def test_site_is_built_with_the_same_tools_everywhere() -> None:
@@ -83,3 +86,24 @@ def test_texts_of_others_have_a_notice_and_are_no_news_articles(file: Path) -> N
     notices = (BENCHMARK_ASSETS / "THIRD_PARTY.md").read_text(encoding="utf-8")
     assert f"`{file.relative_to(BENCHMARK_ASSETS).as_posix()}`" in notices
     assert b"(CNN)" not in file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("subject", "is_accepted"),
+    [
+        ("ngram: reuse the index across calls", True),
+        ("draft model, tests/unit: copy", True),
+        (f"ngram: {'a' * 65}", True),
+        (f"ngram: {'a' * 66}", False),
+        ("reuse the index across calls\n\nngram: as its body says", False),
+        ("ngram:", False),
+        ("Merge branch 'main' into a-branch-with-a-name-that-is-longer-than-72-characters-is", True),
+    ],
+)
+def test_commit_hook_accepts_subjects_with_a_scope(subject: str, is_accepted: bool) -> None:
+    """Would catch: a pattern that a line of the body satisfies, or that merges of Git do not."""
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    (hook,) = [hook for hook in hooks if hook["id"] == "commit-subject"]
+    assert hook["args"] == ["--multiline", "--negate"] and hook["stages"] == ["commit-msg"]
+    pattern = re.compile(hook["entry"].encode(), re.MULTILINE | re.DOTALL)  # as pre-commit compiles it
+    assert bool(pattern.search(f"{subject}\n".encode())) == is_accepted
