@@ -49,7 +49,7 @@ class RaggedLayer(CacheLayerMixin):
         self.index: RaggedLayer | None = None
         """The keys of the layer's indexer."""
         self._positions: torch.Tensor | None = None
-        self._written: tuple[Any, ...] = ()  # references to the buffers that the last pass wrote to
+        self._written_buffers: tuple[Any, ...] = ()  # references to the buffers that the last pass wrote to
         self._is_replaced = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -93,12 +93,12 @@ class RaggedLayer(CacheLayerMixin):
         self.lengths = tuple(length + new for length in self.lengths)
         keys, values = self.keys[:, :, :width], self.values[:, :, :width]
         self._drop_invisible(min(self.lengths) if self.committed is None else self.committed)
-        self._written = weakref.ref(self.keys), weakref.ref(self.values)
+        self._written_buffers = weakref.ref(self.keys), weakref.ref(self.values)
         return keys, values
 
     def was_replaced(self) -> bool:
         """Whether something has put other tensors in place of the buffers since a pass wrote to them; asked once."""
-        written, self._written = self._written, ()
+        written, self._written_buffers = self._written_buffers, ()
         is_replaced = bool(written) and (written[0]() is not self.keys or written[1]() is not self.values)
         is_replaced, self._is_replaced = is_replaced or self._is_replaced, False
         return is_replaced
