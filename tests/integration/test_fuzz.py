@@ -37,7 +37,7 @@ keep_accepted = RaggedCache.keep_accepted
 from_dynamic = RaggedCache.from_dynamic
 prefix = GenerationState.prefix
 append = GenerationState.append
-early_forward = EarlyExitTarget.forward
+run_early = EarlyExitTarget.run_early
 of_call = GenerationState.of_call.__func__  # type: ignore[attr-defined]
 
 
@@ -87,15 +87,15 @@ def _scores_of_the_last_token(values: torch.Tensor, result: Any) -> list[list[to
     return [[row[-1]] * len(row) if row else row for row in along(values, result)]
 
 
-def _layers_stay_replaced(self: Any, *given: Any) -> torch.Tensor:
+def _layers_stay_replaced(self: Any, *given: Any, **named: Any) -> Any:
     """Layers are left out in the model itself, and stay so if an exception is raised."""
     layers = self._layers._modules
     originals = dict(layers)
-    if self._states:
-        layers.update(zip(originals, self._late.left_out, strict=False))
-    logits: torch.Tensor = early_forward(self, *given)
+    left_out = self._early.left_out
+    layers.update(zip([*layers][-len(left_out) :], left_out, strict=True))
+    outputs = run_early(self, *given, **named)
     layers.update(originals)
-    return logits
+    return outputs
 
 
 def _keep_the_first_result(self: Any, *arguments: Any) -> Any:
@@ -140,7 +140,7 @@ _PLACES: dict[str, tuple[Any, str, Any]] = {
     "processors see a prefix off by one": (GenerationState, "prefix", _prefix_one_column_short),
     "end tokens are passed over": (GenerationState, "of_call", classmethod(_without_end_tokens)),
     "scores of another token": (verification, "_along", _scores_of_the_last_token),
-    "model not restored after an exception": (EarlyExitTarget, "forward", _layers_stay_replaced),
+    "model not restored after an exception": (EarlyExitTarget, "run_early", _layers_stay_replaced),
     "given cache not restored after an exception": (
         RaggedCache,
         "from_dynamic",
