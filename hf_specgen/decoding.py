@@ -12,8 +12,9 @@ Source: Leviathan et al., "Fast Inference from Transformers via Speculative Deco
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -35,8 +36,9 @@ from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.row_layout import UNLIMITED
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification import VerificationResult, VerificationSession
+from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.criteria import CustomCriteria
+from hf_specgen.verification.processors import LogitsPipeline
 from hf_specgen.verification.result import TopTokens
 
 STEP_PARTS = ("draft", "forward", "verify")  # parts of a call's wall time that make up the latency of a step
@@ -94,8 +96,7 @@ class DecodingSteps:
         call: Call,
         target: Scorer,
         settings: Settings,
-        verification: VerificationSession,
-        outputs: StepOutputs,
+        make_outputs: Callable[[LogitsPipeline], StepOutputs],
         stack: ExitStack,
     ):
         self.call = call
@@ -104,9 +105,9 @@ class DecodingSteps:
         self.timer = StepTimer()
         self._max_depth = settings.candidates.k
         self.statistics = Statistics([[] for _ in range(call.state.batch)], strategy=call.drafting.name)
-        self.verification = verification
-        self.outputs = outputs
-        stack.callback(lambda: self.verification.end(self.outputs.columns))
+        stack.callback(self._end_verification)
+        self.verification = settings.verifier.start(call)
+        self.outputs = make_outputs(self.verification.processors)
         self.policy = settings.policy.start(call)
         self._monitor = None if settings.monitor is None else settings.monitor.start(call)
         if self._monitor is not None:
@@ -186,6 +187,11 @@ class DecodingSteps:
         self.statistics.seconds = {**self.timer.seconds, "total": perf_counter() - self.timer.started}
         return self.statistics
 
+    def _end_verification(self) -> None:
+        """End the session of the verification, also where Ctrl-C came before there were outputs."""
+        if hasattr(self, "verification"):
+            self.verification.end(self.outputs.columns if hasattr(self, "outputs") else 0)
+
     def _depths(self, may_draft: Sequence[bool]) -> list[int]:
         """How deep each row drafts: as the policy chooses, up to `k` and what the row can use."""
         limits = self._max_draft_tokens(may_draft)
@@ -251,10 +257,9 @@ class DecodingLoop(DecodingSteps):
         criteria: StoppingCriteriaList,
         streamer: BaseStreamer | None = None,
     ):
-        verification = settings.verifier.start(call)
         custom_criteria = CustomCriteria(criteria, call)
-        outputs = OutputCollector(call, target, verification.processors, custom_criteria, streamer)
-        super().__init__(call, target, settings, verification, outputs, stack)
+        make_outputs = partial(OutputCollector, call, target, criteria=custom_criteria, streamer=streamer)
+        super().__init__(call, target, settings, make_outputs, stack)
 
     def run(self) -> Any:
         """Run a whole call, several tokens per forward pass of the target; returns what plain `generate` returns."""

@@ -175,10 +175,10 @@ def uses_activated_lora(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def adapter_hooks_removed(model: Any) -> Iterator[None]:
-    """Removes after an exception the hooks of `generate(adapter_names=…)`, which PEFT then leaves on the modules."""
+    """Removes after an exception or Ctrl-C the hooks of `generate(adapter_names=…)`, which PEFT leaves on modules."""
     try:
         yield
-    except Exception:
+    except BaseException:
         for module, number, _ in list(_adapter_hooks(model)):
             compat.remove_forward_pre_hook(module, number)
         raise

@@ -55,12 +55,13 @@ def prepacked(model: nn.Module) -> Iterator[None]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepacked takes a model, got {model!r}")
-    with _lock:
-        layers = [layer for group in _groups(model) for layer in _prepacked_layers(group)]
-        for layer in layers:
-            # An instance attribute, which hooks and `Module.__call__` use as they use the method of the class.
-            layer.module.forward = layer
+    layers: list[_PrepackedLayer] = []
     try:
+        with _lock:
+            layers += [layer for group in _groups(model) for layer in _prepacked_layers(group)]
+            for layer in layers:
+                # An instance attribute, which hooks and `Module.__call__` use as they use the method of the class.
+                layer.module.forward = layer
         yield
     finally:
         for layer in layers:

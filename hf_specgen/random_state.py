@@ -49,8 +49,9 @@ def take(device: torch.device) -> torch.Generator:
 @contextmanager
 def kept(device: torch.device) -> Iterator[None]:
     """Restore the global generators of the device and of the CPU at the end."""
-    taken = [take(one) for one in {device, torch.device("cpu")}]
+    taken: list[torch.Generator] = []
     try:
+        taken.extend(take(one) for one in {device, torch.device("cpu")})
         yield
     finally:
         for generator in taken:

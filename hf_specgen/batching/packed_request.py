@@ -147,10 +147,9 @@ class Request:
             settings=settings,
             seed=(shared.seed + transformers_batching.request_number(state)) % 2**63,
         )
-        verification = settings.verifier.start(call)
         self._stack = ExitStack()
-        outputs = RequestOutputs(generation)
-        self.steps = DecodingSteps(call, self.target, settings, verification, outputs, self._stack)
+        make_outputs = lambda processors: RequestOutputs(generation)  # noqa: E731
+        self.steps = DecodingSteps(call, self.target, settings, make_outputs, self._stack)
 
     @property
     def text(self) -> list[int]:

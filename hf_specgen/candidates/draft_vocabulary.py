@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen.heads.base import BoundHead
-from hf_specgen.targets.model_parts import sharing_copy
+from hf_specgen.targets.model_parts import sharing_copy, with_part
 
 DraftVocabulary = Literal["frequent"] | Sequence[int] | None
 """Token ids; or "frequent": a quarter of the vocabulary, the most frequent tokens; None: all tokens."""
@@ -66,10 +66,9 @@ def vocabulary_ids(
 
 def restricted_model(model: PreTrainedModel, ids: torch.Tensor) -> tuple[PreTrainedModel, torch.Tensor]:
     """A model that shares all modules but the output matrix, and the tokens of that, on its device."""
-    restricted = sharing_copy(model)
-    rows = _rows(model.get_output_embeddings(), ids)
-    restricted.set_output_embeddings(rows)
-    return restricted, ids.to(rows.weight.device)
+    matrix: Any = model.get_output_embeddings()
+    rows = _rows(matrix, ids)
+    return with_part(model, matrix, rows), ids.to(rows.weight.device)
 
 
 def restricted_head(bound: BoundHead, ids: torch.Tensor) -> BoundHead:

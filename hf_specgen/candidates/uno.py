@@ -12,9 +12,8 @@ Source: Uno (2026), as implemented by SGLang (https://github.com/sgl-project/sgl
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from hf_specgen.drafter import DepthLogits, Drafter
 from hf_specgen.heads.checkpoint import load_adapter
 from hf_specgen.heads.head_text import HeadText
 from hf_specgen.heads.source import Source
+from hf_specgen.targets.hooks import thread_hooks
 from hf_specgen.targets.model_parts import keeps_state
 from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
 from hf_specgen.targets.self_check import short_text
@@ -106,15 +106,11 @@ def _load(model: PreTrainedModel, adapter: str) -> Matrices:
 def _check_layers(model: PreTrainedModel, matrices: Matrices) -> None:
     """Raise if a layer reads other tokens than those of a pass, as one does that expands the states in the cache."""
     read: dict[nn.Module, int] = {}
-    thread = threading.get_ident()
 
-    def hook(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        if threading.get_ident() == thread:  # other threads may generate with the model
-            read[layer] = inputs[0].shape[:-1].numel()
+    def note(layer: nn.Module, inputs: tuple[torch.Tensor, ...], kwargs: Any) -> None:
+        read[layer] = inputs[0].shape[:-1].numel()
 
-    with ExitStack() as hooks:
-        for layer in matrices:
-            hooks.callback(layer.register_forward_pre_hook(hook).remove)
+    with thread_hooks(matrices, before=note):
         # The last pass of plain decoding is over one token.
         input_ids, config, arguments = short_text(model, rows=1)
         cache = DynamicCache(config=model.config.get_text_config())
@@ -156,17 +152,13 @@ class UnoDrafter(Drafter[HeadText]):
         return DepthLogits(logits.float()[:, :, None])
 
 
-@contextmanager
-def adapted(matrices: Matrices, rows: int, length: int) -> Iterator[None]:
+def adapted(matrices: Matrices, rows: int, length: int) -> AbstractContextManager[None]:
     """A context in which passes of this thread over `length` tokens of each row add the adapter to all but the first.
 
     Layers may read the tokens of all rows one after the other, as routers of experts do; but no other number of them.
     """
-    thread = threading.get_ident()
 
-    def hook(layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
-        if threading.get_ident() != thread:
-            return None
+    def add(layer: nn.Module, inputs: tuple[torch.Tensor, ...], kwargs: Any, output: torch.Tensor) -> torch.Tensor:
         if inputs[0].shape[:-1].numel() != rows * length:
             problem = f"the adapter of UnoCandidates changes a layer that reads {tuple(inputs[0].shape)}"
             raise ValueError(f"{problem} instead of {length} tokens of each row; use another candidate generator")
@@ -175,9 +167,4 @@ def adapted(matrices: Matrices, rows: int, length: int) -> Iterator[None]:
         added = linear(linear(states[:, 1:], down), up)
         return torch.cat((plain[:, :1], plain[:, 1:] + added), dim=1).view(output.shape)
 
-    hooks = [layer.register_forward_hook(hook) for layer in matrices]
-    try:
-        yield
-    finally:
-        for handle in hooks:
-            handle.remove()
+    return thread_hooks(matrices, after=add)

@@ -9,9 +9,7 @@ Source: Elhoushi et al., "LayerSkip" (2024), section 4.3 (self-speculative decod
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,17 +17,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen.device_tree import PassTree
+from hf_specgen.targets.hooks import thread_hooks
 from hf_specgen.targets.inputs import PreparedCall
-from hf_specgen.targets.model_parts import decoder, decoder_layers, keeps_state
+from hf_specgen.targets.model_parts import decoder, decoder_layers, keeps_state, sharing_copy, with_part
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
-
-IN_USE = (
-    "another thread is running a part of this model's layers (LayerSkipCandidates); run calls with layer skip on one "
-    "model one after the other, or use a candidate generator that may run in several threads"
-)
-
-_switching = threading.Lock()
 
 
 class EarlyExitTarget(Target):
@@ -40,11 +32,24 @@ class EarlyExitTarget(Target):
     def __init__(self, prepared: PreparedCall, exit_layer: int):
         self._layers = divisible_layers(prepared.model, exit_layer)
         super().__init__(prepared)
-        self._first = range(exit_layer)
-        self._last = range(exit_layer, len(self._layers))
-        self._replaceable = ReplaceableLayers(self._layers)
+        self._exit_layer = exit_layer
         self._states: list[torch.Tensor] = []
         self._active: Sequence[bool] | None = None  # in this step
+
+    def prefill(self) -> torch.Tensor:
+        return_tuples: list[bool] = []  # by pass: what layers return, and those that are left out
+
+        def note(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            return_tuples.append(isinstance(output, tuple))
+
+        with thread_hooks([self._layers[0]], after=note):
+            logits = super().prefill()
+        # Not before: the pass over the prompt may set attributes of the modules that contain the layers.
+        self._early, self._late = (
+            _ModelPart(self.model, self._layers, left_out, return_tuples[-1])
+            for left_out in (range(self._exit_layer, len(self._layers)), range(self._exit_layer))
+        )
+        return logits
 
     def run_early(
         self, tree: PassTree, tokens: torch.Tensor, active: Sequence[bool] | None = None, with_logits: bool = True
@@ -58,14 +63,15 @@ class EarlyExitTarget(Target):
         if not cached:
             self._starts = self.cache.lengths
             self._active = active
-        with self._replaceable.replaced(self._last):
-            module = self.model if with_logits else decoder(self.model)
-            outputs = self._run(module, tree, {"input_ids": tokens.to(self.device)}, self._active, cached)
-        state = self._replaceable.read_by(self._last[0])
-        if state.dim() != 3:  # an index out of bounds would cause a device-side assert, which ends the CUDA context
+        module = self._early.model if with_logits else decoder(self._early.model)
+        outputs = self._run(module, tree, {"input_ids": tokens.to(self.device)}, self._active, cached)
+        state = self._early.left_out[0].read
+        # Checked, as an index out of bounds would cause a device-side assert, which ends the CUDA context.
+        if state is None or state.dim() != 3:
+            shape = None if state is None else tuple(state.shape)
             raise ValueError(
-                f"the layers of {type(self.model).__name__} pass on a state of shape {tuple(state.shape)} instead of "
-                "one vector for each token"
+                f"the layers of {type(self.model).__name__} pass on a state of shape {shape} instead of one vector for "
+                "each token"
             )
         self._states.append(self._layout.scatter(state, tree.batch))
         return self._states[-1], self._layout.scatter(outputs.logits, tree.batch) if with_logits else None
@@ -81,9 +87,12 @@ class EarlyExitTarget(Target):
         self._states.clear()
         self.cache.set_lengths(self._starts)
         present = self._layout.select(tree, {"states": states})[1]["states"]
-        with self._replaceable.replaced(self._first, present):
-            # The ids again, though the replaced layers ignore them: later ones may read inputs of their own from them.
-            logits = self._run(self.model, tree, {"input_ids": tree.step_tokens(pending, self.device)}, active).logits
+        # Models may add positions to their input or scale it, so that what the first layer reads is not these states.
+        self._late.left_out[-1].returned = present
+        # The ids again, though the layers left out ignore them: later ones may read inputs of their own from them.
+        inputs = {"input_ids": tree.step_tokens(pending, self.device)}
+        logits = self._run(self._late.model, tree, inputs, active).logits
+        self._late.left_out[-1].returned = None
         return self._layout.scatter(logits, tree.batch)
 
 
@@ -118,66 +127,28 @@ def _first_shared_layer(config: Any) -> int:
     return min(sources, default=config.num_hidden_layers)
 
 
-class ReplaceableLayers:
-    """The layers of a model, any of which can be left out of a pass; the list is the model's, of unchanged length."""
+class _ModelPart:
+    """A copy of a model without some of its layers; it shares all else with the model, which stays as it is."""
 
-    def __init__(self, layers: nn.ModuleList):
-        self._layers = layers
-        self._pass_through = [_PassThrough(layer) for layer in layers]
-
-    @contextmanager
-    def replaced(self, indices: range, states: torch.Tensor | None = None) -> Iterator[None]:
-        """Inside, these layers return their input, and the last one `states` if given.
-
-        Models may add positions to their input or scale it, so that what the first layer reads is not `states`.
-
-        Raises:
-            RuntimeError: if another thread has replaced one of them.
-        """
-        with _switching:
-            originals = [self._layers[index] for index in indices]
-            if any(isinstance(layer, _PassThrough) for layer in originals):
-                raise RuntimeError(IN_USE)
-            for index in indices:
-                self._pass_through[index].owner = threading.get_ident()
-                self._layers[index] = self._pass_through[index]
-        self._pass_through[indices[-1]].returned = states
-        hook = self._layers[0].register_forward_hook(self._detect_output_type)
-        try:
-            yield
-        finally:
-            hook.remove()
-            self._pass_through[indices[-1]].returned = None
-            for index, layer in zip(indices, originals, strict=True):
-                self._layers[index] = layer
-
-    def read_by(self, index: int) -> torch.Tensor:
-        """What a replaced layer read in the last pass."""
-        state = self._pass_through[index].seen
-        assert state is not None
-        return state
-
-    def _detect_output_type(self, first: nn.Module, args: Any, output: Any) -> None:
-        """Let replacements return a tensor or a tuple, as the first layer does when others are replaced."""
-        for replacement in self._pass_through:
-            replacement.returns_tuple = isinstance(output, tuple)
+    def __init__(self, model: PreTrainedModel, layers: nn.ModuleList, left_out: range, return_tuples: bool):
+        self.left_out = [_PassThrough(layers[index], return_tuples) for index in left_out]
+        others = sharing_copy(layers)
+        others._modules.update(zip(map(str, left_out), self.left_out, strict=True))
+        self.model: PreTrainedModel = with_part(model, layers, others)
 
 
 class _PassThrough(nn.Module):
-    """Replaces a layer: returns its input or given states, as a tensor or tuple like it; has its other attributes."""
+    """In the place of a layer: returns its input or given states, as a tensor or tuple; has its other attributes."""
 
-    def __init__(self, layer: nn.Module):
+    def __init__(self, layer: nn.Module, returns_tuple: bool):
         super().__init__()
         object.__setattr__(self, "layer", layer)
-        self.returns_tuple = False
-        self.seen: torch.Tensor | None = None
+        self.returns_tuple = returns_tuple
+        self.read: torch.Tensor | None = None  # in the last pass
         self.returned: torch.Tensor | None = None
-        self.owner = 0
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != self.owner:
-            raise RuntimeError(IN_USE)
-        self.seen = hidden_states
+        self.read = hidden_states
         output = hidden_states if self.returned is None else self.returned
         return (output,) if self.returns_tuple else output
 

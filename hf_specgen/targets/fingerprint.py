@@ -20,6 +20,7 @@ from hf_specgen.targets import hooks
 from hf_specgen.targets.attention import registered_attention
 from hf_specgen.targets.model_parts import text_config
 
+PLAIN_TENSORS = frozenset((nn.Parameter, torch.Tensor, type(None)))
 STANDARD_ATTRIBUTES = tuple(hooks.own_attributes(nn.Module()))
 """Attributes of every module, which its constructor makes before all others: its parts and its hooks."""
 
@@ -32,8 +33,9 @@ def computation(model: PreTrainedModel) -> tuple[Hashable, ...]:
     """What the computation of a model depends on beside its weights, their dtype and their device.
 
     These are the classes of its modules, their hooks, replaced `forward`s and plain attributes, the config, and the
-    attention function. Of hooks and replaced functions also the settings that they refer to, see `function_state`. A
-    module visited in the same place, of the same class and with the same attributes, computes the same.
+    attention function; of weights that are no plain tensors, as quantised ones, the classes and plain attributes. Of
+    hooks and replaced functions also the settings that they refer to, see `function_state`. A module visited in the
+    same place, of the same class and with the same attributes, computes the same.
     """
     values: list[Hashable] = [compat.global_hooks()]
     skipped = len(STANDARD_ATTRIBUTES)
@@ -55,6 +57,9 @@ def computation(model: PreTrainedModel) -> tuple[Hashable, ...]:
             settings = settings_of_class[module_class] = _settings_reader(module_class)
         values += (module_class, attributes.get("training"))  # a compiled module has that of its part
         values += settings(islice(attributes.values(), skipped, None))
+        for tensor in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
+            if type(tensor) not in PLAIN_TENSORS:
+                values += (type(tensor), *hooks.plain_values([hooks.own_attributes(tensor)]))
         if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] or "forward" in attributes:
             for function in hooks.changed_functions(module):
                 values += hooks.function_state(function)

@@ -11,7 +11,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,15 +48,18 @@ def thread_hooks(
         # PyTorch leaves out the keywords of a hook that another thread is just adding or removing.
         return lambda *arguments: hook(*arguments) if threading.get_ident() == thread else None
 
-    with ExitStack() as stack:
+    handles: list[Any] = []
+    try:
         for module in modules:
+            # Each in one statement, so that Ctrl-C leaves no hook without its handle.
             if before is not None:
-                handle = module.register_forward_pre_hook(of_thread(before), with_kwargs=True)
-                stack.callback(handle.remove)
+                handles.append(module.register_forward_pre_hook(of_thread(before), with_kwargs=True))
             if after is not None:
-                handle = module.register_forward_hook(of_thread(after), with_kwargs=True)
-                stack.callback(handle.remove)
+                handles.append(module.register_forward_hook(of_thread(after), with_kwargs=True))
         yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def changed_functions(module: nn.Module) -> Iterator[Any]:
@@ -79,11 +82,14 @@ def foreign_hooks(hooks: Mapping[int, Any]) -> dict[int, Any]:
 def treats_rows_alike(model: nn.Module) -> bool:
     """Whether a model has no hook, replaced `forward` or class of a user, which may hold something for each row."""
     for module in model.modules():
-        functions = (getattr(function, "func", function) for function in changed_functions(module))
-        is_changed = any(package_of(getattr(function, "__module__", "")) != "accelerate" for function in functions)
+        is_changed = not all(map(_is_of_accelerate, changed_functions(module)))
         if is_changed or package_of(type(module).__module__) not in (*LIBRARIES, *QUANTIZERS):
             return False
     return not compat.global_hooks()
+
+
+def _is_of_accelerate(function: Any) -> bool:
+    return package_of(getattr(getattr(function, "func", function), "__module__", "")) == "accelerate"
 
 
 def function_state(function: Any) -> tuple[Hashable, ...]:
@@ -192,7 +198,7 @@ class WatchedHooks:
             for registry in (module._forward_hooks, module._forward_pre_hooks):
                 self._watched += [(registry, number, hook) for number, hook in foreign_hooks(registry).items()]
             attributes = own_attributes(module)
-            if "forward" in attributes:
+            if "forward" in attributes and not _is_of_accelerate(attributes["forward"]):  # which keeps no state
                 self._watched.append((attributes, "forward", attributes["forward"]))
 
     def __enter__(self) -> WatchedHooks:

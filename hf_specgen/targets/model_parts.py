@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from functools import partial
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -180,6 +182,35 @@ def sharing_copy(module: Any) -> Any:
     copied = copy.copy(module)
     copied._modules = dict(module._modules)
     copied._buffers = dict(module._buffers)
+    # Functions that are bound to the module, such as a `forward` of accelerate, are bound to the copy.
+    for name, value in vars(module).items():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            vars(copied)[name] = MethodType(value.__func__, copied)
+        elif isinstance(value, partial) and any(argument is module for argument in value.args):
+            args = (copied if argument is module else argument for argument in value.args)
+            vars(copied)[name] = bound = partial(value.func, *args, **value.keywords)
+            vars(bound).update(vars(value))  # such as the function whose signature it has
+    return copied
+
+
+def with_part(module: Any, old: nn.Module, new: nn.Module) -> Any:
+    """A module that has a new part in the place of an old one, and shares all parts that do not contain it.
+
+    Raises:
+        ValueError: if one that contains it has a replaced `forward` that would run the module itself, not its copy.
+    """
+    if module is old:
+        return new
+    if all(part is not old for part in module.modules()):
+        return module
+    copied = sharing_copy(module)
+    if (forward := vars(module).get("forward")) is not None and forward is vars(copied)["forward"]:
+        raise ValueError(
+            f"the forward of this {type(module).__name__} was replaced by {forward!r:.80}, which a copy with another "
+            f"{type(old).__name__} cannot run; assign a method, types.MethodType(function, model), or use a hook"
+        )
+    for name, child in module._modules.items():
+        copied._modules[name] = None if child is None else with_part(child, old, new)
     return copied
 
 

@@ -98,8 +98,6 @@ def single_situation(case: Case) -> Case:
         changes["strategy"] = NETWORKS[case.seed % len(NETWORKS)]
     if case.drafter_fault in (*ID_FAULTS, "draws") and case.strategy not in (*SCRIPTED, "native"):
         changes["strategy"] = SCRIPTED[case.seed % len(SCRIPTED)]
-    if case.threads > 1 and not {"skip", "skip_adapter"}.isdisjoint(case.strategies()):  # refused in several threads
-        changes["strategy"] = "draft"
     return replace(case, **changes)
 
 

@@ -373,6 +373,38 @@ def test_self_check_of_a_model_inside_that_of_another_ends() -> None:
     assert outcomes == ["same"]
 
 
+class Coarse(torch.Tensor):
+    """A quantised weight, as torchao's: its products round the activations by the largest one of the pass."""
+
+    bits = 4
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.nn.functional.linear or args[1].bits > 8:
+            return super().__torch_function__(function, types, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            step = args[0].abs().amax() / (2 ** (args[1].bits - 1) - 1)
+            return function((args[0] / step).round() * step, *args[1:], **(kwargs or {}))
+
+
+@pytest.mark.parametrize("change", ["class", "setting"])
+def test_weights_quantised_in_place_are_checked_again(change: str) -> None:
+    """Would catch: the result of before, as neither the modules nor their attributes have changed."""
+    model = llama()
+    layers = [module for module in model.model.layers.modules() if isinstance(module, torch.nn.Linear)]
+
+    def quantise(bits: int) -> None:
+        for layer in layers:
+            layer.weight = torch.nn.Parameter(layer.weight.data.as_subclass(Coarse), requires_grad=False)
+            layer.weight.bits = bits
+
+    if change == "setting":
+        quantise(16)  # exact
+    assert outcome(model) == "same"
+    quantise(4)
+    assert outcome(model) == "refused"
+
+
 @pytest.mark.parametrize("tree", [None, 8])
 def test_hook_of_the_first_layers_on_passes_over_several_tokens_is_refused(tree: int | None) -> None:
     """Would catch: a check whose early passes have one token each, while the passes of trees have several."""

@@ -1,11 +1,14 @@
 """Drafters with a window, with a part of the vocabulary, or that draft all tokens in one pass: the same tokens."""
 
 import copy
+import functools
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from transformers import RobertaConfig, RobertaForCausalLM
 
 import hf_specgen
 from hf_specgen import (
@@ -13,6 +16,7 @@ from hf_specgen import (
     CombinedCandidates,
     DraftModelCandidates,
     EagleCandidates,
+    FixedDepth,
     MTPCandidates,
     NgramCandidates,
 )
@@ -132,6 +136,39 @@ def test_restricted_draft_model_drafts_the_most_likely_of_its_tokens(vocabulary:
         expected = torch.cat([expected, torch.tensor([[allowed[int(logits.argmax())]]])], dim=1)
     assert [text[0].tolist() + drafted] == expected.tolist()
     assert draft.get_output_embeddings().out_features == 40
+
+
+def roberta(seed: int) -> Any:
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    settings |= {"intermediate_size": 96, "type_vocab_size": 1, "is_decoder": True, "initializer_range": 0.2}
+    return RobertaForCausalLM(RobertaConfig(vocab_size=99, pad_token_id=1, eos_token_id=None, **settings)).eval()
+
+
+@pytest.mark.parametrize("kind", ["matrix in a part", "target itself", "hooks of accelerate"])
+def test_restricted_draft_model_is_left_as_it_is(kind: str) -> None:
+    """Would catch: the output matrix replaced in a part that the caller's model has too; a `forward` bound to that."""
+    target, draft = (small_llama(99, 0), small_llama(99, 3)) if "hooks" in kind else (roberta(0), roberta(3))
+    if kind == "target itself":
+        draft = target
+    if "hooks" in kind:
+        add_hook_to_module(draft, ModelHook())
+    matrix, inputs = draft.get_output_embeddings(), {"input_ids": torch.tensor([[5, 9, 23, 5, 9, 23, 5]])}
+    expected = draft.generate(**inputs, max_new_tokens=12, do_sample=False)
+    for _ in range(2):
+        candidates = DraftModelCandidates(draft, k=3, draft_vocabulary=IDS, policy=FixedDepth(3))
+        assert assert_same_tokens(target, inputs, candidates, max_new_tokens=12).drafted > 0
+    assert draft.get_output_embeddings() is matrix and matrix.out_features == 99
+    assert torch.equal(draft.generate(**inputs, max_new_tokens=12, do_sample=False), expected)
+
+
+def test_restricted_draft_model_with_a_replaced_forward_is_refused() -> None:
+    """Would catch: a function that calls the whole model, whose logits are then taken for those of the few tokens."""
+    draft = small_llama(99, 3)
+    forward = draft.forward
+    draft.forward = functools.wraps(forward)(lambda *given, **named: forward(*given, **named))
+    with pytest.raises(ValueError, match=r"forward of this LlamaForCausalLM was replaced by .*types.MethodType"):
+        drafted(draft, [5, 9, 23, 5], draft_vocabulary=IDS)
 
 
 @pytest.mark.parametrize("tree", [None, 5])

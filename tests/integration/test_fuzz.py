@@ -3,8 +3,6 @@
 import itertools
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -19,7 +17,7 @@ from hf_specgen.device_tree import NO_NODE
 from hf_specgen.targets import self_check
 from hf_specgen.targets.cache import RaggedCache
 from hf_specgen.targets.cache_layer import RaggedLayer
-from hf_specgen.targets.early_exit import ReplaceableLayers
+from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.row_layout import RowLayout
 from hf_specgen.verification import base as verification
 from hf_specgen.verification.coupled import NoiseBuffer
@@ -39,6 +37,7 @@ keep_accepted = RaggedCache.keep_accepted
 from_dynamic = RaggedCache.from_dynamic
 prefix = GenerationState.prefix
 append = GenerationState.append
+run_early = EarlyExitTarget.run_early
 of_call = GenerationState.of_call.__func__  # type: ignore[attr-defined]
 
 
@@ -88,18 +87,15 @@ def _scores_of_the_last_token(values: torch.Tensor, result: Any) -> list[list[to
     return [[row[-1]] * len(row) if row else row for row in along(values, result)]
 
 
-@contextmanager
-def _layers_stay_replaced(self: Any, indices: range, states: Any = None) -> Iterator[None]:
-    """Pass-through modules stay in the model if an exception is raised."""
-    originals = [self._layers[index] for index in indices]
-    for index in indices:
-        self._pass_through[index].owner = 0
-        self._layers[index] = self._pass_through[index]
-    self._pass_through[indices[-1]].returned = states
-    with mock.patch("threading.get_ident", return_value=0):
-        yield
-    for index, layer in zip(indices, originals, strict=True):
-        self._layers[index] = layer
+def _layers_stay_replaced(self: Any, *given: Any, **named: Any) -> Any:
+    """Layers are left out in the model itself, and stay so if an exception is raised."""
+    layers = self._layers._modules
+    originals = dict(layers)
+    left_out = self._early.left_out
+    layers.update(zip([*layers][-len(left_out) :], left_out, strict=True))
+    outputs = run_early(self, *given, **named)
+    layers.update(originals)
+    return outputs
 
 
 def _keep_the_first_result(self: Any, *arguments: Any) -> Any:
@@ -144,7 +140,7 @@ _PLACES: dict[str, tuple[Any, str, Any]] = {
     "processors see a prefix off by one": (GenerationState, "prefix", _prefix_one_column_short),
     "end tokens are passed over": (GenerationState, "of_call", classmethod(_without_end_tokens)),
     "scores of another token": (verification, "_along", _scores_of_the_last_token),
-    "model not restored after an exception": (ReplaceableLayers, "replaced", _layers_stay_replaced),
+    "model not restored after an exception": (EarlyExitTarget, "run_early", _layers_stay_replaced),
     "given cache not restored after an exception": (
         RaggedCache,
         "from_dynamic",

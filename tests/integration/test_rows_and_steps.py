@@ -5,14 +5,16 @@ The tokens are those of plain `generate`, or the call is refused with the true r
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import peft
 import pytest
 import torch
 from transformers import LlamaForCausalLM
+from transformers.generation.streamers import BaseStreamer
 
-from hf_specgen import NgramCandidates, RecyclingCandidates, attach, generate_many
+from hf_specgen import NgramCandidates, RecyclingCandidates, attach, attached, generate_many
 from tests.fuzz.scripted import Nodes, Scripted
 from tests.helpers import SAMPLING, VOCAB, Oracle, assert_same_tokens, fresh_model, plain_and_speculative, prompts
 from tests.helpers.encoder_decoder import encoder_inputs, fresh_encoder_decoder
@@ -102,6 +104,30 @@ def test_refusal_leaves_no_hooks_of_adapters() -> None:
             model.generate(**prompts(3), adapter_names=NAMES, candidate_generator=NgramCandidates(), **arguments)
         assert hooks(model) == 0
     model.generate(**prompts(2), max_new_tokens=1)
+
+
+@pytest.mark.parametrize("is_attached", [False, True], ids=["keyword", "attached"])
+def test_ctrl_c_leaves_no_hooks_of_adapters(is_attached: bool) -> None:
+    """Would catch: hooks that PEFT leaves after Ctrl-C, which a program that goes on has in its next plain call."""
+    model, interrupted = with_adapters(), InterruptedStreamer()
+    more = {} if is_attached else {"candidate_generator": NgramCandidates(k=3)}
+    with attached(model, NgramCandidates(k=3)) if is_attached else nullcontext(), pytest.raises(KeyboardInterrupt):
+        model.generate(**prompts(3), adapter_names=NAMES, max_new_tokens=NEW, streamer=interrupted, **more)
+    assert hooks(model) == 0
+
+
+class InterruptedStreamer(BaseStreamer):
+    """Ctrl-C at the second token."""
+
+    puts = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.puts += 1
+        if self.puts == 3:
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        raise AssertionError
 
 
 @pytest.mark.parametrize("text", [[5, 9, 23, 40, 41, 42, 5], [5, 9, 23, 5, 9]], ids=["invoked", "not invoked"])

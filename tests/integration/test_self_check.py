@@ -1,10 +1,13 @@
 """A model that does not compute what plain generate computes is refused with the true reason, before anything runs."""
 
 import copy
+import functools
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import accelerate
@@ -223,8 +226,8 @@ def test_training_mode_that_draws_random_numbers_is_refused() -> None:
         identical(model.train(), NgramCandidates(k=3))
 
 
-def test_layer_skip_beside_another_thread_raises_or_gives_the_right_tokens() -> None:
-    """Would catch: another thread's pass running through replaced layers, with wrong tokens and no error."""
+def test_layer_skip_beside_other_threads_leaves_the_model_as_it_is() -> None:
+    """Would catch: layers that are replaced in the model itself, which other threads run, save or copy meanwhile."""
     model = llama(initializer_range=0.2).eval()
     settings = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "max_new_tokens": 40, "do_sample": False}
     expected = model.generate(**settings)
@@ -232,17 +235,47 @@ def test_layer_skip_beside_another_thread_raises_or_gives_the_right_tokens() -> 
 
     def work(candidates: Any) -> None:
         for _ in range(4):
-            try:
-                output = model.generate(**settings, candidate_generator=candidates)
-                outcomes.append("right" if torch.equal(output, expected) else "wrong")
-            except (RuntimeError, ValueError) as error:
-                outcomes.append("raised" if "another thread" in str(error) else f"other: {error}")
+            output = model.generate(**settings, candidate_generator=candidates)
+            outcomes.append("right" if torch.equal(output, expected) else "wrong")
+
+    layers = [*model.model.layers]
+
+    def look(has_ended: threading.Event) -> None:
+        while not has_ended.wait(1e-4):
+            outcomes.append("right" if [*model.model.layers] == layers else "replaced")
 
     strategies = [LayerSkipCandidates(2, k=3), LayerSkipCandidates(2, k=3), NgramCandidates(k=3), None]
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(work, strategies))
-    assert set(outcomes) <= {"right", "raised"}
-    assert torch.equal(model.generate(**settings), expected)
+    with ThreadPoolExecutor(5) as threads:
+        has_ended = threading.Event()
+        looking = threads.submit(look, has_ended)
+        try:
+            list(threads.map(work, strategies))
+        finally:
+            has_ended.set()
+        looking.result()
+    assert set(outcomes) == {"right"}
+
+
+@pytest.mark.parametrize("kind", ["method", "accelerate", "function", "mixed precision"])
+def test_layer_skip_with_a_replaced_forward_same_tokens_or_refused(kind: str) -> None:
+    """Would catch: a `forward` bound to the whole model, whose layers all run where the last ones are left out."""
+    model = llama(initializer_range=0.2).eval()
+    forward = model.forward
+    if kind == "method":
+        whole = type(model).forward
+        replaced = functools.wraps(whole)(lambda self, *given, **named: whole(self, *given, **named))
+        model.forward = MethodType(replaced, model)
+    elif kind == "accelerate":
+        accelerate.hooks.add_hook_to_module(model, accelerate.hooks.ModelHook())
+        accelerate.hooks.add_hook_to_module(model.model, accelerate.hooks.ModelHook())
+    elif kind == "mixed precision":
+        replaced = accelerate.utils.convert_outputs_to_fp32(type(model).forward)
+        model.forward = MethodType(replaced, model)
+    else:
+        model.forward = functools.wraps(forward)(lambda *given, **named: forward(*given, **named))
+    refused = pytest.raises(ValueError, match="forward of this LlamaForCausalLM was replaced by")
+    with refused if kind == "function" else nullcontext():
+        assert identical(model, LayerSkipCandidates(2, k=3))
 
 
 def test_layer_skip_adapter_of_another_layer_is_refused(tmp_path: Any) -> None:

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_specgen import NgramCandidates, prepacked
 from tests.helpers import assert_same_tokens, fresh_model, prompts
+from tests.helpers.interrupts import interrupted_at_each_line
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 
@@ -101,6 +102,19 @@ def test_prepacked_model_is_restored_after_an_exception(products: list[int]) -> 
         assert attributes(model) != before
         raise KeyError
     assert attributes(model) == before
+
+
+def test_prepacked_model_is_restored_after_ctrl_c_at_any_line(products: list[int]) -> None:
+    """Would catch: layers that were replaced before there was anything to restore them."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    before = attributes(model)
+
+    def work() -> None:
+        with prepacked(model):
+            model(torch.ones(1, 8))
+
+    for line in interrupted_at_each_line(prepacked, work):
+        assert attributes(model) == before, line
 
 
 @torch.no_grad()
