@@ -58,7 +58,7 @@ def computation(model: PreTrainedModel) -> tuple[Hashable, ...]:
         values += (module_class, attributes.get("training"))  # a compiled module has that of its part
         values += settings(islice(attributes.values(), skipped, None))
         for tensor in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
-            tensor_class: Hashable = type(tensor)
+            tensor_class: Any = type(tensor)
             if tensor_class not in PLAIN_TENSORS:
                 values += (tensor_class, *hooks.plain_values([hooks.own_attributes(tensor)]))
         if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] or "forward" in attributes:
