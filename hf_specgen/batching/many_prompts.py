@@ -186,8 +186,10 @@ class _PromptCall(Speculation):
 
     @property
     def is_joinable(self) -> bool:
-        """Whether the common target can process the row."""
+        """Whether the common target can process the row, and no function of the caller would see texts in turns."""
         target = self.loop.target
+        if self.loop.verification.processors.stateful or self.loop.outputs.criteria.reads_scores:
+            return False  # it may keep a state of its text
         return target.is_joinable and not self.settings.candidates.target_requirements(target.model).reads_cache
 
     def run(self, loop: DecodingLoop, stack: ExitStack) -> torch.Tensor:

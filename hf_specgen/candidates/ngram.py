@@ -153,7 +153,7 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
                 expected += history.answers(prompt)
             # A prompt may have tokens that the target cannot choose, as in place of images.
             text = [token if token < size else SEPARATOR for token in prompt]
-            row = RowText(text, self._odds, history, settings.min_ngram, settings.max_ngram, expected)
+            row = RowText(text, self._odds, history, settings.min_ngram, settings.max_ngram, expected, size)
             self._texts.append(row)
 
     def observe(self, result: VerificationResult) -> None:
@@ -237,6 +237,7 @@ class RowText:
         min_ngram: int = 1,
         max_ngram: int = MAX_MATCH_LENGTH,
         expected: Sequence[Sequence[int]] = (),
+        vocabulary: int | None = None,
     ):
         # Expected outputs are indexed before the text, as if each had been copied from up to its beginning.
         self.index = NgramIndex()
@@ -251,6 +252,7 @@ class RowText:
         self.num_known = len(self.index)  # tokens before the generated ones
         self._odds = odds
         self._history = history
+        self._vocabulary = vocabulary
         self._min_ngram = min_ngram
         self._max_ngram = max_ngram
         self._matches: dict[int, int] = {}  # of the last proposal: position -> match length
@@ -309,7 +311,7 @@ class RowText:
         lengths = dict.fromkeys(resumed, 0) | self._matches
         found: list[Occurrence] = [(text, end, at, length, self._kind(at)) for at, length in lengths.items()]
         if self._history is not None:
-            found += self._history.find(tail, MAX_OCCURRENCES)
+            found += self._history.find(tail, MAX_OCCURRENCES, self._vocabulary)
         return [
             (text, end, position, min(length, self._max_ngram), kind)
             for text, end, position, length, kind in found

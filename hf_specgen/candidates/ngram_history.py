@@ -273,9 +273,11 @@ class NgramHistory:
         self._unsaved = []
         self._version = _version_of(self.file)
 
-    def find(self, tail: Sequence[int], limit: int) -> list[Occurrence]:
-        """Where the end of a text occurs, see `NgramIndex.occurrences`."""
+    def find(self, tail: Sequence[int], limit: int, vocabulary: int | None = None) -> list[Occurrence]:
+        """Where the end of a text occurs, see `NgramIndex.occurrences`; nowhere if a token is beyond the vocabulary."""
         with self._lock:
+            if vocabulary is not None and self.index.max_token >= vocabulary:  # another model has added a text
+                return []
             text = self.index.tokens
             end = len(self.index)
             is_output = self._is_output

@@ -6,7 +6,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria
 
 import hf_specgen
 from hf_specgen import (
@@ -113,6 +113,41 @@ class EndsAt(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return (input_ids[:, -1:] == torch.tensor([3, 8, 20])).any(dim=1)
+
+
+class AfterSix(StoppingCriteria):
+    """Ends each text after six tokens, which it counts itself."""
+
+    text: list[int] = []
+    count = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        row = input_ids[0].tolist()
+        self.count = self.count + 1 if row[:-1] == self.text else 1
+        self.text = row
+        return torch.full((len(input_ids),), self.count >= 6)
+
+
+class Fading(LogitsProcessor):
+    """Lowers the tokens that its text had lately."""
+
+    text: list[int] = []
+    counts = torch.zeros(())
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        row = input_ids[0].tolist()
+        self.counts = 0.8 * self.counts if row[:-1] == self.text else torch.zeros(scores.shape[-1])
+        self.counts[row[-1]] += 6
+        self.text = row
+        return scores - self.counts
+
+
+@pytest.mark.parametrize("functions", [{"stopping_criteria": [AfterSix()]}, {"logits_processor": [Fading()]}])
+def test_functions_that_keep_a_state_see_one_text_after_the_other(functions: dict[str, Any]) -> None:
+    """Would catch: a criterion or a processor that is shown several texts in turns."""
+    model, prompts = tiny_model("llama"), some_prompts(4)
+    expected = alone(model, prompts, **GREEDY, **functions)
+    assert many(model, prompts, NgramCandidates(), **GREEDY, **functions) == expected
 
 
 def test_outputs_criteria_and_streamers_are_those_of_each_call() -> None:

@@ -21,6 +21,8 @@ from safetensors.numpy import save_file
 
 from hf_specgen import NgramCandidates, NgramHistory
 from hf_specgen.call import memory
+from hf_specgen.candidates.best_first import SearchLimits
+from hf_specgen.candidates.ngram import MatchOdds, RowText
 from hf_specgen.candidates.ngram_history import FORMAT
 from hf_specgen.candidates.ngram_index import MAX_BATCH, MAX_MATCH_LENGTH, MIN_CAPACITY, SEPARATOR, NgramIndex
 from tests.helpers import fresh_model, prompts, reference, tiny_model
@@ -70,6 +72,16 @@ def test_draft_prefers_generated_text_to_prompts_of_the_history() -> None:
     assert ngram_draft(candidates, [1, 2, 3])[0] == [4, 6]  # two votes against one
     history.add([1, 2, 3, 6, 9], prompt_length=2)
     assert ngram_draft(candidates, [1, 2, 3])[0] == [6, 4]
+
+
+def test_history_that_outgrows_the_vocabulary_is_left_out() -> None:
+    """Would catch: a token that another model adds in mid-call and that the target does not have."""
+    history = NgramHistory()
+    history.add([1, 2, 3])
+    text = RowText([9, 1, 2], MatchOdds(), history, vocabulary=60)
+    assert text.propose(1, SearchLimits(nodes=1)).tokens == [3]
+    history.add([1, 2, 80])
+    assert 80 not in text.propose(4, SearchLimits(nodes=4)).tokens
 
 
 DRAFTS: list[tuple[list[list[int]], dict[str, int], list[int], list[int]]] = [
