@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_specgen import compat
+from hf_specgen.targets.hooks import own_attributes
 
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm", "embedding_norm")
 """Attributes of the decoder under which architectures keep their final norm."""
@@ -183,13 +184,14 @@ def sharing_copy(module: Any) -> Any:
     copied._modules = dict(module._modules)
     copied._buffers = dict(module._buffers)
     # Functions that are bound to the module, such as a `forward` of accelerate, are bound to the copy.
-    for name, value in vars(module).items():
+    attributes = own_attributes(copied)
+    for name, value in own_attributes(module).items():
         if isinstance(value, MethodType) and value.__self__ is module:
-            vars(copied)[name] = MethodType(value.__func__, copied)
+            attributes[name] = MethodType(value.__func__, copied)
         elif isinstance(value, partial) and any(argument is module for argument in value.args):
             args = (copied if argument is module else argument for argument in value.args)
-            vars(copied)[name] = bound = partial(value.func, *args, **value.keywords)
-            vars(bound).update(vars(value))  # such as the function whose signature it has
+            attributes[name] = bound = partial(value.func, *args, **value.keywords)
+            own_attributes(bound).update(own_attributes(value))  # such as the function whose signature it has
     return copied
 
 
@@ -204,7 +206,8 @@ def with_part(module: Any, old: nn.Module, new: nn.Module) -> Any:
     if all(part is not old for part in module.modules()):
         return module
     copied = sharing_copy(module)
-    if (forward := vars(module).get("forward")) is not None and forward is vars(copied)["forward"]:
+    forward = own_attributes(module).get("forward")
+    if forward is not None and forward is own_attributes(copied)["forward"]:
         raise ValueError(
             f"the forward of this {type(module).__name__} was replaced by {forward!r:.80}, which a copy with another "
             f"{type(old).__name__} cannot run; assign a method, types.MethodType(function, model), or use a hook"
