@@ -15,7 +15,7 @@ from hf_specgen.call_statistics import StepRecord
 from hf_specgen.depth.calibrate import DrafterTimer, known_curve, target_curve
 from hf_specgen.depth.latency import ASSUMED, CostCurve, LatencyModel, StepLatency, assumed_latency, fastest
 from hf_specgen.depth.policy import Policy, PolicySession
-from hf_specgen.depth.step_times import PassTimer, learns_from_steps
+from hf_specgen.depth.step_times import PassTimers, learns_from_steps
 from hf_specgen.targets.target import Target
 
 MAX_LOSS = 1.5  # plain steps that drafting may have lost in a call before it pauses; the text may suit it again later
@@ -129,23 +129,23 @@ class AdaptiveSession(PolicySession):
         self._is_measured = policy.latency is None and not (
             policy.is_assumed or torch.are_deterministic_algorithms_enabled()
         )
-        self._learns = self._is_measured and learns_from_steps(call.model)
         self.remembers = self._is_measured and call.settings.memory
         self._model = call.model if self.remembers else None
         self._key = ("loss", drafting.key, call.temperature)
         self._loss = memory.recall(self._model, self._key, DraftingLoss)
         self._timer: DrafterTimer | None = None
-        self._pass_timer: PassTimer | None = None
+        self._pass_timers: PassTimers | None = None
         # A prior: two verified tokens, accepted with 0.7.
         self._accepted = 1.4
         self._verified = 2.0
         self._nodes_per_level = 1.0
         self._uncached = call.context_length
         self._has_drafted = False
-        if self._learns:
-            self._use_steps(PassTimer.of_earlier_calls(call))
+        if self._is_measured and learns_from_steps(call.model):
+            self._pass_timers = PassTimers(call)
+            self._use(*self._pass_timers.curves)
         elif self._is_measured:
-            self._use(known_curve(call))
+            self._use_measured(known_curve(call))
         else:
             latency = policy.latency or assumed_latency(call.state.device)
             self.latency = latency.select(str(drafting.key[0]), drafting.negligible_cost)
@@ -157,12 +157,11 @@ class AdaptiveSession(PolicySession):
             self._has_shared_loss = True
             # Drafts are cut to the common budget later, so that each call drafts as if alone.
             self._is_alone = self._call.drafting.negligible_cost
-        if self._learns:  # in common passes steps of one call time no sizes
-            self._learns = False
-            self.latency = self._timer = self._pass_timer = None
-            self._use(known_curve(self._call))
-        if curve is not None and self._is_measured:
-            self._use(curve)
+        if self._pass_timers is not None:  # in common passes steps of one call time no sizes
+            self.latency = self._timer = self._pass_timers = None
+            self._use_measured(known_curve(self._call))
+        if self._is_measured:
+            self._use_measured(curve)
 
     def step_latency(self, rows: int, context: int) -> StepLatency | None:
         state = self._call.state
@@ -171,17 +170,23 @@ class AdaptiveSession(PolicySession):
         return step.part_of_row(rows + others, state.drafts_together) if step and others else step
 
     def prefilled(self, target: Target) -> None:
-        if self.latency is None and not self._learns:
-            self._use(target_curve(self._call, target))
+        if self.latency is None and self._pass_timers is None:
+            self._use_measured(target_curve(self._call, target))
 
-    def _use(self, curve: CostCurve | None) -> None:
+    def _use_measured(self, curve: CostCurve | None) -> None:
+        """Begin with a T(q) that was measured, if there is one."""
         if curve is not None:
-            self._timer = DrafterTimer(self._call, curve)
-            self.latency = self._timer.latency()
+            self._timer = None
+            self._use(curve)
 
-    def _use_steps(self, timer: PassTimer | None) -> None:
-        self._pass_timer = timer
-        self._use(None if timer is None else timer.times.curve)
+    def _use(self, *curves: CostCurve) -> None:
+        """Continue with these T(q), each at another number of rows."""
+        if not curves:
+            return
+        if self._timer is None:
+            self._timer = DrafterTimer(self._call)
+        self._timer.curves = curves
+        self.latency = self._timer.latency()
 
     def _at(self, rows: int) -> StepLatency:
         """The latencies of a step of so many rows."""
@@ -190,7 +195,8 @@ class AdaptiveSession(PolicySession):
     def depths(self, limits: Sequence[int]) -> list[int]:
         """The same depth for all rows; 0 while drafting pauses, or while latencies are unknown."""
         rows = sum(limit > 0 for limit in limits)
-        if self.latency is None or not rows:
+        needs_plain_step = self._pass_timers is not None and self._pass_timers.needs_plain_step
+        if self.latency is None or needs_plain_step or not rows:
             return [0] * len(limits)
         if self._pauses(rows):
             self._uncached += 1
@@ -230,11 +236,8 @@ class AdaptiveSession(PolicySession):
     def observe(self, step: StepRecord) -> None:
         """Use the times of a step; count the loss and the acceptance of one with a draft."""
         # T(q), where steps time it.
-        if self._learns and self._pass_timer is None:
-            self._use_steps(PassTimer.of_first_step(self._call, step))
-        elif self._timer and self._pass_timer and self._pass_timer.observe(step):
-            self._timer.curve = self._pass_timer.times.curve
-            self.latency = self._timer.latency()
+        if self._pass_timers is not None and self._pass_timers.observe(step):
+            self._use(*self._pass_timers.curves)
         if self.latency is None or not step.has_draft:
             return
         rows = [row for row in step.rows if row is not None]
@@ -244,7 +247,7 @@ class AdaptiveSession(PolicySession):
             self._has_drafted = True
         # The time of drafting, which the first drafts tell; and whether a T(q) that was measured is too long.
         if self._timer is not None:
-            if self._pass_timer is None:
+            if self._pass_timers is None:
                 self._timer.check(step)
             if not self._timer.is_known and self._timer.observe(step):
                 self.latency = self._timer.latency()

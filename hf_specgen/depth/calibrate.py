@@ -73,21 +73,26 @@ def prefilled_target(model: PreTrainedModel, tokens: torch.Tensor) -> Target:
     return target
 
 
-def curve_key(call: Call) -> tuple[Hashable, ...]:
-    """The key of T(q) in the memory of a model: what its times depend on."""
+def rows_key(rows: int) -> int:
+    """Numbers of rows that share a T(q): up to the same power of two."""
+    return (rows - 1).bit_length()
+
+
+def curve_key(call: Call, rows: int | None = None) -> tuple[Hashable, ...]:
+    """The key of T(q) in the memory of a model: what its times depend on; by default for all rows of the call."""
     model: Any = call.model
     attention = compat.attention_implementation(text_config(model))
-    rows = (call.state.batch - 1).bit_length()  # powers of two
+    rows = rows_key(call.state.batch if rows is None else rows)
     context = max(0, (call.state.prompt_length - 1).bit_length() - 9) // 2  # powers of four from 1,024 on
     captured = bool(call.settings.compile) and is_captured(model)
     return "T(q)", model.dtype, compat.input_device(model), attention, captured, rows, context
 
 
-def shared_curve_key(call: Call) -> tuple[Hashable, ...]:
+def shared_curve_key(call: Call, rows: int | None = None) -> tuple[Hashable, ...]:
     """The key of T(q) for all models of a class with the same config, classes of modules and number of threads."""
     model = cast(PreTrainedModel, call.model)
     classes = tuple(map(type, model.modules()))
-    return *curve_key(call), model.config.to_json_string(), classes, torch.get_num_threads()
+    return *curve_key(call, rows), model.config.to_json_string(), classes, torch.get_num_threads()
 
 
 def target_curve(call: Call, target: Target) -> CostCurve | None:
@@ -180,9 +185,9 @@ def wait(device: torch.device) -> None:
 class DrafterTimer:
     """Derives the time of drafting from the first drafts with a target: of a pass, or of a draft without passes."""
 
-    def __init__(self, call: Call, curve: CostCurve):
+    def __init__(self, call: Call, *curves: CostCurve):
         self._call = call
-        self.curve = curve  # T(q) of the target
+        self.curves = curves  # T(q) of the target, at different numbers of rows
         self._model = cast(PreTrainedModel, call.model)
         self._without_passes = call.drafting.negligible_cost
         self._key = (*curve_key(call), call.drafting.key)
@@ -196,22 +201,25 @@ class DrafterTimer:
 
     def latency(self) -> LatencyModel:
         """The latencies of target and drafter, as far as they are known."""
-        curve = self.curve
-        fraction = self.fraction
+        return LatencyModel(tuple(Bucket(curve, {ANY_DRAFTER: self._drafter(curve)}) for curve in self.curves))
+
+    def _drafter(self, curve: CostCurve) -> DraftLatency:
+        """The latency of drafting, as a fraction of T(q)."""
+        if self._without_passes:
+            return DraftLatency(overhead=self.fraction * curve.seconds[0])
         tokens = tuple(float(curve.batch * q) for q in curve.queries)
-        of_passes = DraftLatency(tokens, tuple(fraction * seconds for seconds in curve.seconds))
-        drafter = DraftLatency(overhead=fraction * curve.seconds[0]) if self._without_passes else of_passes
-        return LatencyModel((Bucket(curve, {ANY_DRAFTER: drafter}),))
+        return DraftLatency(tokens, tuple(self.fraction * seconds for seconds in curve.seconds))
 
     def check(self, step: StepRecord) -> None:
         """Have the next call measure T(q) again, where a pass on a CPU takes less than half of it.
 
         Other processes then delayed some of the threads of a measured pass, which wait for each other.
         """
-        queries = (step.pass_rows + self._call.state.other_rows) * step.tokens_per_row / self.curve.batch
+        (curve,) = self.curves  # measured at all rows of the call
+        queries = (step.pass_rows + self._call.state.other_rows) * step.tokens_per_row / curve.batch
         seconds = step.seconds.get("forward", inf) if self._is_cpu and self._group is None else inf
-        if 1 <= queries <= QUERIES[1] and 2 * seconds < self.curve(queries):
-            memory.store(self._model, ("delayed", *curve_key(self._call)), self.curve)
+        if 1 <= queries <= QUERIES[1] and 2 * seconds < curve(queries):
+            memory.store(self._model, ("delayed", *curve_key(self._call)), curve)
             memory.store(self._model, curve_key(self._call), None)
             memory.store(type(self._model), shared_curve_key(self._call), None)
 
@@ -224,10 +232,11 @@ class DrafterTimer:
         if self.is_known or "forward" not in step.seconds or bool(step.passes) == self._without_passes:
             return False
         seconds = step.seconds.get("draft", 0.0)
+        rows = step.pass_rows + self._call.state.other_rows
+        curve = self.latency().at(rows, step.context).target
         if self._is_cpu:  # other processes prolong wall times, that of the target's pass alike
-            rows = step.pass_rows + self._call.state.other_rows
-            seconds *= self.curve.seconds_of(rows * step.tokens_per_row) / max(step.seconds["forward"], MIN_SECONDS)
-        self._ratios.append(seconds / (sum(map(self.curve.seconds_of, step.passes)) or self.curve.seconds[0]))
+            seconds *= curve.seconds_of(rows * step.tokens_per_row) / max(step.seconds["forward"], MIN_SECONDS)
+        self._ratios.append(seconds / (sum(map(curve.seconds_of, step.passes)) or curve.seconds[0]))
         self.is_known = len(self._ratios) == (5 if self._is_cpu else 16)
         # Nothing is known by the first draft; on a CPU the median of all counts, but not before the last one.
         if len(self._ratios) == 1 or (self._is_cpu and not self.is_known):

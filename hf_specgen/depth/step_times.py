@@ -4,6 +4,10 @@ The first step of the first adaptive call has no draft and gives T(1); every oth
 have it. The speed of a machine may change by a factor of two from one second to the next, with its clock rate or with
 other processes. So each time is divided by the slowdown, the median of the last steps' seconds over T(q). Times are
 thus kept at the speed of the first step, and their ratios are right whenever they were taken.
+
+Rows of a batch end at different steps. T(q) of 8 rows begins at 8 tokens, so it cannot tell what drafts cost once a
+single row is left. So T(q) is timed for each number of present rows up to a power of two; like the first step of all,
+the first step with so few rows has no draft.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import Any
 from hf_specgen import compat, saved_results
 from hf_specgen.call import Call, memory
 from hf_specgen.call_statistics import StepRecord
-from hf_specgen.depth.calibrate import QUERIES, curve_key, lockstep_group, shared_curve_key
+from hf_specgen.depth.calibrate import QUERIES, curve_key, lockstep_group, rows_key, shared_curve_key
 from hf_specgen.depth.latency import CostCurve, interpolate
 
 SAMPLES = 25
@@ -140,29 +144,29 @@ class PassTimer:
         self.times = times
         self._slowdowns = deque[float](maxlen=3)
         self._steps_at_unknown_speed = 0
-        self._key = _key(call)
+        self._key = _key(call, times.batch)
 
     @cached_property
     def _shared_key(self) -> tuple[Hashable, ...]:
         """The key for all models of the architecture; it takes milliseconds, as it has the text of the config."""
-        return _shared_key(self._call)
+        return _shared_key(self._call, self.times.batch)
 
     @classmethod
-    def of_earlier_calls(cls, call: Call) -> PassTimer | None:
+    def of_earlier_calls(cls, call: Call, rows: int) -> PassTimer | None:
         """A timer with the times of earlier calls of the model, or of its architecture; None if there are none."""
-        times: StepTimes | None = memory.recall(call.model, _key(call), lambda: None)
+        times: StepTimes | None = memory.recall(call.model, _key(call, rows), lambda: None)
         if times is None:
-            key = _shared_key(call)
+            key = _shared_key(call, rows)
             times = memory.recall(type(call.model), key, lambda: None)
             times = times or StepTimes.from_saved(saved_results.load(SAVED, key))
         return None if times is None else cls(call, times)
 
     @classmethod
     def of_first_step(cls, call: Call, step: StepRecord) -> PassTimer | None:
-        """A timer that starts with T(1); None if the step is not a plain step of all rows."""
-        if (timed := _timed(call, step, call.state.batch)) is None or timed[0] != 1:
+        """A timer that starts with T(1) at the rows of the step; None if that is not a plain step."""
+        if (timed := _timed(call, step, step.pass_rows)) is None or timed[0] != 1:
             return None
-        timer = cls(call, StepTimes({1: (timed[1],)}, call.context_length, call.state.batch))
+        timer = cls(call, StepTimes({1: (timed[1],)}, call.context_length, step.pass_rows))
         timer._slowdowns.append(1.0)
         timer._keep(1)
         return timer
@@ -200,6 +204,16 @@ class PassTimer:
             saved_results.save(SAVED, self._shared_key, saved)
 
 
+def _raised(curve: CostCurve, largest: int, of_more_rows: CostCurve) -> CostCurve:
+    """T(q) in which sizes beyond the largest timed one take what their tokens add to a pass of more rows."""
+    first = curve.seconds[0]
+    seconds = tuple(
+        time if q <= largest else max(time, first + of_more_rows.seconds_of(q * curve.batch) - of_more_rows.seconds[0])
+        for q, time in zip(curve.queries, curve.seconds, strict=True)
+    )
+    return replace(curve, seconds=seconds)
+
+
 def _timed(call: Call, step: StepRecord, batch: int) -> tuple[int, float] | None:
     """Tokens per row of a step's pass and the thread's seconds in it, or None if they tell nothing of T(q)."""
     seconds = step.seconds.get(THREAD, 0.0)
@@ -210,9 +224,53 @@ def _timed(call: Call, step: StepRecord, batch: int) -> tuple[int, float] | None
     return (size, seconds) if is_timed else None
 
 
-def _key(call: Call) -> tuple[Hashable, ...]:
-    return "step times", *curve_key(call)
+def _key(call: Call, rows: int) -> tuple[Hashable, ...]:
+    return "step times", *curve_key(call, rows)
 
 
-def _shared_key(call: Call) -> tuple[Hashable, ...]:
-    return "step times", *shared_curve_key(call)
+def _shared_key(call: Call, rows: int) -> tuple[Hashable, ...]:
+    return "step times", *shared_curve_key(call, rows)
+
+
+class PassTimers:
+    """The timers of a call, for each number of present rows up to a power of two."""
+
+    def __init__(self, call: Call):
+        self._call = call
+        self._timers: dict[int, PassTimer] = {}
+        self._rows = call.state.batch  # of the last step's pass
+        self._recall()
+
+    @property
+    def needs_plain_step(self) -> bool:
+        """Whether no step with so many rows as the last one has been timed."""
+        return rows_key(self._rows) not in self._timers
+
+    @property
+    def curves(self) -> tuple[CostCurve, ...]:
+        """T(q) by the number of rows, largest first, as if all were timed at the call's own context."""
+        curves: list[CostCurve] = []
+        for _, timer in sorted(self._timers.items(), reverse=True):
+            curve = replace(timer.times.curve, context=self._call.context_length)
+            curves.append(_raised(curve, max(timer.times.samples), curves[-1]) if curves else curve)
+        return tuple(curves)
+
+    def observe(self, step: StepRecord) -> bool:
+        """Use the time of a step for its number of rows; returns whether a T(q) has changed or was added by it."""
+        self._rows = step.pass_rows
+        timer = self._timers.get(rows_key(self._rows))
+        if timer is not None:
+            return timer.observe(step)
+        if self._recall():
+            return True
+        timer = PassTimer.of_first_step(self._call, step)
+        if timer is not None:
+            self._timers[rows_key(self._rows)] = timer
+        return timer is not None
+
+    def _recall(self) -> bool:
+        """Continue with the times that earlier calls have taken with so many rows; returns whether there are any."""
+        timer = PassTimer.of_earlier_calls(self._call, self._rows)
+        if timer is not None:
+            self._timers[rows_key(self._rows)] = timer
+        return timer is not None

@@ -51,7 +51,7 @@ def adaptive_call(folder: str) -> list[int]:
     os.environ[saved_results.FOLDER] = folder
     model = fresh_model("llama")
     call = depth_call(model=model)
-    before = PassTimer.of_earlier_calls(call)
+    before = PassTimer.of_earlier_calls(call, 1)
     model.generate(**prompts(1), max_new_tokens=TOKENS, do_sample=False, candidate_generator=NgramCandidates())
     return [] if before is None else sorted(before.times.samples)
 

@@ -109,11 +109,10 @@ def test_adaptive_depth_remembers_the_speed_of_earlier_calls() -> None:
     """Would catch: each call that tries the slow drafter anew, or a given latency that is overruled by memory."""
     model = Model()
     first = AdaptiveDepth().start(depth_call(model=model, negligible_cost=False))
-    first.latency = STEEP
-    run(first, 60, [0])
+    steep = STEEP.at(1, 100).target
+    run(first, 60, [0], steep)
     second = AdaptiveDepth().start(depth_call(model=model, negligible_cost=False))
-    second.latency = STEEP
-    assert sum(depth > 0 for (depth,) in run(second, 50, [0])) == 1, "drafting was slower in the first call"
+    assert sum(depth > 0 for (depth,) in run(second, 50, [0], steep)) == 1, "drafting was slower in the first call"
     given = AdaptiveDepth(FLAT).start(depth_call(model=model, negligible_cost=False))
     assert given.depths([99]) != [0], "with a given latency equal calls make the same drafts"
     memory.clear()

@@ -6,7 +6,7 @@ import pytest
 
 from hf_specgen.call_statistics import RowStep, StepRecord
 from hf_specgen.depth import AdaptiveDepth
-from hf_specgen.depth.step_times import SAMPLES, PassTimer, StepTimes
+from hf_specgen.depth.step_times import SAMPLES, PassTimer, PassTimers, StepTimes
 from tests.helpers.depth import Model, depth_call
 from tests.unit.test_depth_latency import CURVES
 
@@ -24,13 +24,47 @@ def first_timer(call: Any = None, seconds: float = 1.0) -> PassTimer:
     return timer
 
 
-def test_first_step_of_all_is_plain_and_has_all_rows() -> None:
-    """Would catch: T(1) from a step with drafts, without a time of the thread, or after a row has ended."""
+def test_first_timed_step_is_plain() -> None:
+    """Would catch: T(1) from a step with drafts, or without a time of the thread."""
     call = depth_call(2, model=Model())
-    others = StepRecord([0], [RowStep(0, 0, 0, 1)], 1, {"thread": 1.0})
     untimed = StepRecord([0] * 2, [RowStep(0, 0, 0, 1)] * 2, 1, {"forward": 1.0})
-    assert [PassTimer.of_first_step(call, one) for one in (step(2, 1.0, 2), others, untimed)] == [None] * 3
+    assert [PassTimer.of_first_step(call, one) for one in (step(2, 1.0, 2), untimed)] == [None] * 2
     assert PassTimer.of_first_step(call, step(1, 1.0, 2)) is not None
+
+
+def test_each_number_of_present_rows_has_its_own_times() -> None:
+    """Would catch: drafts of the last row of eight that look free, since eight tokens take as long as T(1) of eight."""
+    model = Model()
+    session = AdaptiveDepth().start(depth_call(8, model=model))
+    session.observe(step(1, 4.0, 8))
+    assert session.depths([4] * 8) != [0] * 8
+    session.observe(step(3, 2.0, 1))  # seven rows have ended; this step was drafted by the times of eight
+    assert session.depths([4] + [0] * 7) == [0] * 8, "a plain step times T(1) of one row"
+    session.observe(step(1, 1.0, 1))
+    for _ in range(SAMPLES):
+        session.observe(step(4, 3.0, 1))
+    one_row = session.step_latency(1, 100)
+    all_rows = session.step_latency(8, 100)
+    assert one_row is not None and all_rows is not None
+    assert one_row.target.seconds_of(4) == pytest.approx(3.0, rel=0.1)
+    assert all_rows.target.seconds_of(8) == 4.0
+    later = AdaptiveDepth().start(depth_call(8, model=model))
+    later.observe(step(1, 4.0, 8))
+    later.observe(step(2, 2.0, 1))
+    again = later.step_latency(1, 100)
+    assert again is not None and again.target == one_row.target, "as the earlier call timed it"
+
+
+def test_sizes_that_fewer_rows_have_not_had_take_what_their_tokens_add_to_a_pass_of_all_rows() -> None:
+    """Would catch: 44 tokens of the last row that are assumed to be nearly free, though all rows had passes as large."""
+    timers = PassTimers(depth_call(8, model=Model()))
+    timers.observe(step(1, 4.0, 8))
+    for _ in range(SAMPLES):
+        timers.observe(step(8, 32.0, 8))
+    timers.observe(step(1, 1.0, 1))
+    all_rows, one_row = timers.curves
+    assert one_row(1) == 1.0
+    assert one_row(64) == pytest.approx(1.0 + all_rows(8) - 4.0, rel=0.1)
 
 
 def test_sizes_without_a_time_are_assumed_to_be_fast() -> None:
@@ -67,7 +101,7 @@ def test_each_size_is_timed_by_its_first_steps(name: str) -> None:
         assert not timer.observe(step(size, relative(size))), "settled"
     expected = [relative(q) for q in (1, 2, 8, 24)]
     assert [timer.times.curve(q) for q in (1, 2, 8, 24)] == pytest.approx(expected, rel=0.15)
-    again = PassTimer.of_earlier_calls(call)
+    again = PassTimer.of_earlier_calls(call, 1)
     assert again is not None and again.times == timer.times
 
 
@@ -116,7 +150,7 @@ def test_first_step_of_a_later_call_tells_the_slowdown_only() -> None:
     for _ in range(SAMPLES):
         first.observe(step(1, 1.0))
     for is_timed in (False, True):
-        later = PassTimer.of_earlier_calls(call)
+        later = PassTimer.of_earlier_calls(call, 1)
         assert later is not None and not later.observe(step(1 if is_timed else 2, 3.0))
         assert later.observe(step(8, 6.0)) == is_timed
     assert later.times.samples[8] == (pytest.approx(2.0),)
@@ -126,7 +160,7 @@ def test_sizes_of_a_later_call_in_which_no_size_was_timed_before_are_timed() -> 
     """Would catch: T(q) that is assumed for ever, since every step of a call has a large draft of another size."""
     call = depth_call(model=Model())
     first_timer(call)
-    later = PassTimer.of_earlier_calls(call)
+    later = PassTimer.of_earlier_calls(call, 1)
     assert later is not None
     for size in range(57, 65):
         later.observe(step(size, 20.0))
@@ -160,5 +194,5 @@ def test_another_object_of_the_same_architecture_continues_with_all_times() -> N
         session.observe(plain_step())
         for _ in range(2):
             session.observe(step(5, 4.0))
-        timer = PassTimer.of_earlier_calls(call)
+        timer = PassTimer.of_earlier_calls(call, 1)
         assert timer is not None and timer.times.samples[5] == pytest.approx((4.0,) * count)
