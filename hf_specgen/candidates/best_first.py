@@ -93,11 +93,12 @@ def draft_rows(
     depths: Sequence[int],
     search: Callable[[int, SearchLimits], SearchTree[Tag]],
     passes: Sequence[int] | None = None,
-    scale: float = 1.0,
+    scales: Sequence[float] | None = None,
 ) -> tuple[DraftTree, list[SearchTree[Tag]]]:
     """Search a tree for every row and cut it to the size to verify.
 
-    Only the size depends on `passes`, those of a drafter so far, and on `scale`, a factor of the path probabilities.
+    Only the size depends on `passes`, those of a drafter so far, and on `scales`, for each row a factor of the path
+    probabilities.
     """
     if not any(depths):
         return DraftTree.empty(len(depths)), [SearchTree() for _ in depths]
@@ -114,15 +115,19 @@ def draft_rows(
     nodes = limits.nodes
     if isinstance(step_size, FastestSize):
         drafting = 0.0 if passes is None else step_size.drafting_seconds(passes)
-        nodes = step_size.best_size([[scale * value for value in tree.probability] for tree in trees], drafting)
+        scaled_trees = zip(trees, scales or [1.0] * len(trees), strict=True)
+        nodes = step_size.best_size(
+            [[scale * value for value in tree.probability] for tree, scale in scaled_trees], drafting
+        )
     return draft_of(trees, nodes), trees
 
 
 class SearchSession(DraftSession, Generic[Tag]):
     """Base class of sessions that search the tree of each row, without a forward pass.
 
-    Trees are sized with path probabilities times the ratio of accepted to expected tokens of the call, at most 1: the
-    estimates are right for all texts together, and too high for texts that repeat little.
+    Trees are sized with path probabilities times the ratio of accepted to expected tokens of the row, at most 1: the
+    estimates are right for all texts together, and too high for texts that repeat little. A row that was above its
+    estimates has no credit for later drafts.
     """
 
     passes = ()
@@ -132,13 +137,14 @@ class SearchSession(DraftSession, Generic[Tag]):
         self._k = k
         self._size = size
         self._trees: list[SearchTree[Tag]] = []
-        # Tokens of all drafts, and two that are assumed.
-        self._expected = 2.0
-        self._accepted = 2.0
+        # Of each row the expected and accepted tokens of its drafts, from a prior of 2 each.
+        self._expected = [2.0] * batch.state.batch
+        self._accepted = [2.0] * batch.state.batch
 
     def observe(self, result: VerificationResult) -> None:
         """Count how many draft tokens were accepted."""
-        self._accepted += sum(result.accepted)
+        for row, accepted in enumerate(result.accepted):
+            self._accepted[row] = min(self._expected[row], self._accepted[row] + accepted)
 
     @abstractmethod
     def search(self, row: int, depth: int, limits: SearchLimits) -> SearchTree[Tag]:
@@ -150,9 +156,10 @@ class SearchSession(DraftSession, Generic[Tag]):
         def search(row: int, limits: SearchLimits) -> SearchTree[Tag]:
             return self.search(row, depths[row], limits) if depths[row] else SearchTree()
 
-        scale = min(1.0, self._accepted / self._expected)
-        draft, self._trees = draft_rows(self.batch, self._size, depths, search, scale=scale)
-        self._expected += sum(map(sum, draft.probability or ()))
+        scales = [accepted / expected for accepted, expected in zip(self._accepted, self._expected, strict=True)]
+        draft, self._trees = draft_rows(self.batch, self._size, depths, search, scales=scales)
+        for row, probability in enumerate(draft.probability or ()):
+            self._expected[row] += sum(probability)
         return draft
 
 
