@@ -116,7 +116,7 @@ class HiddenStateTarget(Target):
             )
         positions = min(state.shape[1] for state in states)
         states_of_prompt = torch.cat([state[:, -positions:] for state in states], dim=-1)
-        self.step_states = self.step_states.after_prefill(states_of_prompt)
+        self.step_states = self.step_states.after_prefill(self._inputs.by_row(states_of_prompt))
         return logits
 
     def forward(self, tree: DraftTree, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor:

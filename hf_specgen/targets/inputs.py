@@ -86,6 +86,9 @@ class CallInputs:
         # An indexer keeps the positions of each row.
         self._has_positions_by_row = "indexed_attention" in layer_kinds(text_config(model))
         self._others: dict[str, Any] = {}
+        self._equal_prompts = self._find_equal_prompts()
+        self.prefill_rows: list[int] | None = None
+        """Where rows with equal prompts were prefilled as one: for each row of the call its row in that pass."""
 
     def _last_position(self, given: torch.Tensor) -> torch.Tensor:
         """The positions of the last prompt token, `[..., rows]`, that the model's own preparation makes of given ones.
@@ -104,19 +107,54 @@ class CallInputs:
         mask = self._kwargs.get(self._names["attention_mask"])
         return None if mask is None or bool((mask != 0).all()) else mask != 0
 
+    def _find_equal_prompts(self) -> tuple[list[int], list[int]] | None:
+        """The first row of each different prompt, and for each row the index of its prompt among these.
+
+        None if all prompts differ, or if a row may depend on anything but its own prompt.
+        """
+        batch = len(self._input_ids)
+        given = [self._kwargs.get(self._names[name]) for name in ("attention_mask", "position_ids")]
+        by_token = [self._input_ids, *(values for values in given if values is not None)]
+        is_text = self._axes is None and self._kwargs.get("inputs_embeds") is None
+        if batch == 1 or not is_text or accompanying_inputs(self._kwargs) or {*map(torch.Tensor.dim, by_token)} != {2}:
+            return None
+        rows = list(map(tuple, torch.cat([values.expand(batch, -1) for values in by_token], dim=1).tolist()))
+        index = {row: number for number, row in enumerate(dict.fromkeys(rows))}
+        if len(index) == batch or not self._treats_rows_alike:
+            return None
+        return [rows.index(row) for row in index], [index[row] for row in rows]
+
     def prefill(self, cache: Any) -> torch.Tensor:
-        """The logits of a pass over the prompt; raises if it caches more positions than the prompt has, or none."""
+        """The logits of a pass over the prompt; raises if it caches more positions than the prompt has, or none.
+
+        The samples of a group, or of a batch with repeated prompts, are prefilled once for each different prompt.
+        """
         before = cache.get_seq_length()
         tokens = prompt_columns(self._input_ids, self._kwargs)
-        outputs = compat.prefill(self._model, self._input_ids, self._config, {**self._kwargs, compat.CACHE: cache})
+        input_ids = self._input_ids
+        kwargs = {**self._kwargs, compat.CACHE: cache}
+        if self._equal_prompts is not None and not before and cache.is_plain:
+            first, self.prefill_rows = self._equal_prompts
+            input_ids = input_ids[first]
+            for name in self._names.values():
+                if isinstance(values := kwargs.get(name), torch.Tensor) and len(values) == len(self._input_ids):
+                    kwargs[name] = values[first]
+        outputs = compat.prefill(self._model, input_ids, self._config, kwargs)
         if not 0 < (positions := cache.get_seq_length() - before) <= tokens:
             raise ValueError(
                 f"the model cached {positions} positions for a prompt of {tokens} tokens; models that add "
                 "positions of their own (images without placeholders, prefix or prompt tuning) do not work with "
                 "candidate_generator="
             )
+        if self.prefill_rows is not None:
+            cache.check_pass()  # which selecting rows would hide
+            cache.batch_select_indices(torch.tensor(self.prefill_rows))
         self._others = self._other_arguments(cache)
-        return cast(torch.Tensor, outputs.logits)
+        return self.by_row(outputs.logits)
+
+    def by_row(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of the prefill, `[prompts, …]`, as `[batch, …]`."""
+        return values if self.prefill_rows is None else values[self.prefill_rows]
 
     def is_text(self) -> bool:
         """Whether passes after the prefill read text alone, at one position for each token."""
