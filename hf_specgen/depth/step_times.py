@@ -251,7 +251,7 @@ class PassTimers:
         """T(q) by the number of rows, largest first, as if all were timed at the call's own context."""
         curves: list[CostCurve] = []
         for _, timer in sorted(self._timers.items(), reverse=True):
-            curve = replace(timer.times.curve, context=self._call.context_length)
+            curve = replace(timer.times.curve, context=max(1, self._call.context_length))
             curves.append(_raised(curve, max(timer.times.samples), curves[-1]) if curves else curve)
         return tuple(curves)
 

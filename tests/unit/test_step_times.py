@@ -56,7 +56,7 @@ def test_each_number_of_present_rows_has_its_own_times() -> None:
 
 
 def test_sizes_that_fewer_rows_have_not_had_take_what_their_tokens_add_to_a_pass_of_all_rows() -> None:
-    """Would catch: 44 tokens of the last row that are assumed to be nearly free, though all rows had passes as large."""
+    """Would catch: 44 tokens of the last row assumed to be nearly free, though all rows had passes as large."""
     timers = PassTimers(depth_call(8, model=Model()))
     timers.observe(step(1, 4.0, 8))
     for _ in range(SAMPLES):
