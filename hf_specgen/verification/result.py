@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hf_specgen.top_k import top_k
 from hf_specgen.tree import DraftTree, Parents
 
 
@@ -107,7 +108,7 @@ class TopTokens:
                 slots += range(row * logits.shape[1], row * logits.shape[1] + 1 + len(parents))
         rows = logits.flatten(0, 1)
         rows = rows if len(slots) == len(rows) else rows[torch.tensor(slots, device=rows.device)]
-        values, successors = rows.topk(min(count, rows.shape[-1]), dim=-1)
+        values, successors = top_k(rows, min(count, rows.shape[-1]))
         # In one transfer; token ids below 2**24 are exact.
         packed = torch.cat([values.float().softmax(dim=-1), successors.float()], dim=1).cpu().numpy()
         probabilities, most_likely = np.split(packed, 2, axis=1)
