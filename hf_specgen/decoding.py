@@ -116,8 +116,8 @@ class DecodingSteps:
         start = settings.start or settings.candidates.start
         self.draft_session = start(batch)
         # The drafts of any strategy pass through these changes, in this order.
-        size = settings.candidates.tree
-        for change in (grammar_drafts(batch, size), leftmost_chains(batch)):
+        tree = settings.candidates.tree
+        for change in (grammar_drafts(batch, tree), leftmost_chains(batch)):
             if change is not None:
                 self.draft_session = WrappedSession(self.draft_session, change)
         stack.callback(self.draft_session.end)

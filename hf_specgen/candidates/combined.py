@@ -127,7 +127,7 @@ class _CombinedSession(DraftSession):
         super().__init__(batch)
         members = list(zip(settings.strategies, starts, strict=True))
         members.sort(key=lambda member: not member[0].negligible_draft_cost)
-        self._size = settings.tree
+        self._tree_setting = settings.tree
         self._members = [(start(batch), strategy.k) for strategy, start in members]
         self._num_without_pass = sum(strategy.negligible_draft_cost for strategy in settings.strategies)
         self.top_tokens = max(session.top_tokens for session, _ in self._members)
@@ -219,7 +219,7 @@ class _CombinedSession(DraftSession):
             root = self._member_drafts[row].root(self.batch.state.last_token(row))
             return best_first(root, children, max_depths[row], limits)
 
-        return draft_rows(self.batch, self._size, max_depths, search, passes)[0]
+        return draft_rows(self.batch, self._tree_setting, max_depths, search, passes)[0]
 
 
 def _passes(session: DraftSession, draft: DraftTree) -> Sequence[int]:

@@ -138,7 +138,7 @@ class DraftModelCandidates(PretrainedCandidates):
         if loaded.parallel is not None and self.adaptive_tree:
             k = min(k, MAX_PARALLEL_DEPTH)
         drafter = DraftModelDrafter(batch, loaded, k)
-        drafts_chains = loaded.parallel is None and drafter.reader.verifies_chains_only
+        drafts_chains = loaded.parallel is None and drafter.runner.verifies_chains_only
         return DrafterSession(
             batch,
             drafter,

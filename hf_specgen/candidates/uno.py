@@ -141,7 +141,7 @@ class UnoDrafter(Drafter[HeadText]):
         active = self._batch.active_rows()
         return HeadText([], [], active, max_depths, [sum(active) * max(max_depths)])
 
-    def read_depths(self, text: HeadText, depth: int) -> DepthLogits:
+    def forward_depths(self, text: HeadText, depth: int) -> DepthLogits:
         """One pass of the target over each row's last token and `depth - 1` tokens of noise."""
         target: Any = self._batch.target
         pending = self._batch.state.pending()

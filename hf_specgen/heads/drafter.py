@@ -85,31 +85,31 @@ class HeadDrafter(Drafter[HeadText]):
         self.lengths += [0] * new
         if self.cache.lengths:
             other = type(self)(self.bound, self._source, new)
-            other.read(self._source.take_prompts(first))
+            other.forward_text(self._source.take_prompts(first))
             self._add_last(other)
 
-    def read(self, text: HeadText) -> torch.Tensor:
+    def forward_text(self, text: HeadText) -> torch.Tensor:
         """`[batch, draft vocab]` logits of the first draft token after new accepted positions.
 
         Rows that have ended are dropped, unless passes are captured.
         """
         return self._scatter(self._first(*self._new(text)))
 
-    def expand(self, frontier: Frontier) -> torch.Tensor:
-        """`[batch, new, draft vocab]` logits after the last nodes of a tree, after `read`."""
+    def forward_nodes(self, frontier: Frontier) -> torch.Tensor:
+        """`[batch, new, draft vocab]` logits after the last nodes of a tree, after `forward_text`."""
         return self._scatter(self._next(frontier.select(self.rows)))
 
-    def read_depths(self, text: HeadText, depth: int) -> DepthLogits:
+    def forward_depths(self, text: HeadText, depth: int) -> DepthLogits:
         """Process new accepted positions, and predict `depth` depths independently of each other."""
         output = self._outputs(*self._new(text), depth)
         return DepthLogits(self._scatter(self.bound.target_logits(output)).float()[:, :, None])
 
     @abstractmethod
     def _first(self, features: list[torch.Tensor], tokens: list[list[int]]) -> torch.Tensor:
-        """`read` of the active rows."""
+        """`forward_text` of the active rows."""
 
     def _next(self, frontier: Frontier) -> torch.Tensor:
-        """`expand` of the active rows; heads that draft all depths in one pass have none."""
+        """`forward_nodes` of the active rows; heads that draft all depths in one pass have none."""
         raise NotImplementedError
 
     def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:

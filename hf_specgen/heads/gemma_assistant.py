@@ -211,14 +211,14 @@ class AssistantDrafter(Drafter[StateText]):
         """The state and the last token of each row."""
         return self._source.take(max_depths)
 
-    def read(self, text: StateText) -> torch.Tensor:
+    def forward_text(self, text: StateText) -> torch.Tensor:
         """`[batch, vocab]` logits after each row's last token; earlier draft tokens are dropped."""
         rows = list(text.rows)
         pending = torch.tensor([[text.pending[row]] for row in rows])
         logits = self._run(pending, text.states[rows][:, None].to(self._like))
         return spread_rows(logits[:, 0], rows, len(text.pending))
 
-    def expand(self, frontier: Frontier) -> torch.Tensor:
+    def forward_nodes(self, frontier: Frontier) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last nodes of a tree."""
         active = frontier.select(self._target.rows)
         logits = self._run(active.tokens.to(self._like.device), active.gather_parents(self._hidden))

@@ -42,7 +42,7 @@ MAX_GRAPHS = 64
 
 Inputs = TypeVar("Inputs")
 Outputs = TypeVar("Outputs")
-Otherwise = TypeVar("Otherwise")
+Fallback = TypeVar("Fallback")
 
 
 class Capturable(Generic[Inputs, Outputs]):
@@ -93,7 +93,7 @@ class _Run:
         """Runs with equal keys share a graph."""
 
 
-class CapturedFunctions:
+class ModuleGraphs:
     """The captured functions of one module, shared by all calls; used by one thread at a time, which holds `lock`.
 
     Attributes:
@@ -111,7 +111,7 @@ class CapturedFunctions:
         self._refused: set[tuple[Any, ...]] = set()
         """The keys of optional functions that could not be captured."""
 
-    def begin_call(self, module: nn.Module) -> None:
+    def drop_stale_graphs(self, module: nn.Module) -> None:
         """Forget the graphs of a module that has changed."""
         current = graph_fingerprint(module)
         if current == self._fingerprint:
@@ -221,16 +221,16 @@ class CallGraphs:
     """
 
     module: nn.Module
-    functions: CapturedFunctions
+    module_graphs: ModuleGraphs
     mode: Compile
     capture_now: bool = False
 
     @property
     def is_active(self) -> bool:
         """Whether nothing has failed, so that functions are captured."""
-        return self.functions.failure is None
+        return self.module_graphs.failure is None
 
-    def capacity(self, cache: RaggedCache, slots: int) -> int:
+    def use_static_buffers(self, cache: RaggedCache, slots: int) -> int:
         """Move a cache into static buffers that have at least `slots` free slots for each row; returns their size.
 
         The size counts all slots of a row. 0 if there is no memory, with "auto"; then nothing is captured any more.
@@ -238,12 +238,12 @@ class CallGraphs:
         Raises:
             torch.OutOfMemoryError: with the mode "graphs", if there is no memory.
         """
-        with self.functions.lock:
+        with self.module_graphs.lock:
             try:
                 cache.reserve(max(cache.lengths) + slots)
-                return self.functions.buffers.adopt(cache)
+                return self.module_graphs.buffers.adopt(cache)
             except torch.OutOfMemoryError as error:
-                self.functions.give_up(self, error)
+                self.module_graphs.give_up(self, error)
                 return 0
 
     def run(
@@ -252,21 +252,21 @@ class CallGraphs:
         inputs: Inputs,
         cache: RaggedCache,
         slots: int,
-        fallback: Callable[[], Otherwise],
-    ) -> Outputs | Otherwise:
+        fallback: Callable[[], Fallback],
+    ) -> Outputs | Fallback:
         """The outputs of a function that appends so many slots to each row of a cache.
 
         Args:
-            function: what runs as a graph, if there is one or it is due, see `CapturedFunctions.capture_if_due`.
+            function: what runs as a graph, if there is one or it is due, see `ModuleGraphs.capture_if_due`.
             inputs: of the function.
-            cache: of the call, in static buffers since `capacity`.
+            cache: of the call, in static buffers since `use_static_buffers`.
             slots: how many slots the function writes after each row.
             fallback: called where there is no graph, for the value to return: runs the function eagerly on the cache
                 of the call; or does nothing and returns None, for callers that then make the passes themselves.
         """
         run = _Run(function, inputs, cache, slots, fallback)
-        with self.functions.lock:
-            graph = self.functions.find(run) or self.functions.capture_if_due(run, self)
+        with self.module_graphs.lock:
+            graph = self.module_graphs.find(run) or self.module_graphs.capture_if_due(run, self)
             if graph is None:
                 return fallback()
             outputs: Outputs = graph.replay(run.inputs)
@@ -275,19 +275,19 @@ class CallGraphs:
 
     def release(self, cache: RaggedCache) -> None:
         """Let other calls use the buffers of a cache, which needs them no longer."""
-        with self.functions.lock:
-            self.functions.buffers.release(cache)
+        with self.module_graphs.lock:
+            self.module_graphs.buffers.release(cache)
 
 
 _lock = threading.Lock()
-_functions: weakref.WeakKeyDictionary[nn.Module, CapturedFunctions] = weakref.WeakKeyDictionary()
+_functions: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
 
 
-def captured_functions(module: nn.Module, mode: Compile) -> CallGraphs:
+def graphs_of_call(module: nn.Module, mode: Compile) -> CallGraphs:
     """The captured functions of a module for one call; the graphs of a module that has changed are gone."""
     with _lock:
-        functions = _functions.setdefault(module, CapturedFunctions())
-    functions.begin_call(module)
+        functions = _functions.setdefault(module, ModuleGraphs())
+    functions.drop_stale_graphs(module)
     return CallGraphs(module, functions, mode)
 
 

@@ -18,7 +18,7 @@ from hf_specgen.call import Compile
 from hf_specgen.device_tree import Frontier, PassTree
 from hf_specgen.targets.attention import without_cudnn_attention
 from hf_specgen.targets.cache import padded_width
-from hf_specgen.targets.graphs import CallGraphs, captured_functions, is_captured
+from hf_specgen.targets.graphs import CallGraphs, graphs_of_call, is_captured
 from hf_specgen.targets.inputs import CallInputs, PreparedCall, call_cache
 from hf_specgen.targets.masks import StepMasks, fixed_mask
 from hf_specgen.targets.model_parts import compares_slots, decoder_config, keeps_state
@@ -66,7 +66,7 @@ class Target:
         self.model = model
         self.device = compat.input_device(model)
         self.batch = len(prepared.input_ids)
-        self._graphs = captured_functions(model, graphs) if graphs else None
+        self._graphs = graphs_of_call(model, graphs) if graphs else None
         self._pass = ModelPass()
         self._config = decoder_config(model)
         self._inputs = CallInputs(prepared)
@@ -165,10 +165,10 @@ class Target:
         """Return to where the last pass began."""
         self.cache.set_lengths(self._starts)
 
-    def grow(self, frontier: Frontier, active: Sequence[bool] | None = None) -> torch.Tensor:
+    def extend_tree(self, frontier: Frontier, active: Sequence[bool] | None = None) -> torch.Tensor:
         """Run the model on the frontier of trees whose root and other nodes are cached: for draft models.
 
-        The root is the last token in the cache before the first `grow` of a tree. Returns `[batch, new, vocab]` logits.
+        The root of a tree is the last token in the cache before it grows. Returns `[batch, new, vocab]` logits.
         """
         new = frontier.tokens.shape[1]
         cached = 1 + frontier.nodes - new
@@ -178,9 +178,9 @@ class Target:
         return self._results(logits, frontier.batch, new)
 
     def capturable_passes(self, levels: int, text: NewText | None = None) -> CapturablePasses | None:
-        """What `grow` over so many levels in one captured function needs; None if it cannot be captured.
+        """What `extend_tree` over so many levels in one captured function needs; None if it cannot be captured.
 
-        The function starts from a root that is cached, as `grow` does, or from text that is not.
+        The function starts from a root that is cached, as `extend_tree` does, or from text that is not.
         """
         graphs = self._active_graphs
         if graphs is None or self.verifies_chains_only or not self._inputs.is_text():
@@ -191,8 +191,8 @@ class Target:
             return None
         level = ModelLevel(self._pass, self._step_masks)
         offsets = torch.tensor(self._layout.offsets)[:, None]
-        passes = CapturablePasses(graphs, self.cache, level, self._store_levels)
-        return passes._replace(visible=self._masks.visible, offsets=offsets, text=text)
+        capturable = CapturablePasses(graphs, self.cache, level, self._store_levels)
+        return capturable._replace(visible=self._masks.visible, offsets=offsets, text=text)
 
     def pass_shape(self, tokens: int) -> tuple[int, int]:
         """How many rows, and tokens of each, a pass over so many tokens of each row computes."""
@@ -263,7 +263,7 @@ class Target:
         tokens = step.inputs["input_ids"]
         slots = tokens.shape[1]
         eager_pass = partial(self._eager_pass, self.model, step)
-        capacity = graphs.capacity(self.cache, slots)
+        capacity = graphs.use_static_buffers(self.cache, slots)
         if not capacity:
             return eager_pass()
         function: CapturablePass = self._pass

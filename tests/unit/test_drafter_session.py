@@ -34,10 +34,10 @@ class Successors(Drafter[LastTokens]):
         tokens = torch.tensor(self._state.pending())
         return LastTokens(tokens, max_depths, [len(tokens)]) if any(max_depths) else None
 
-    def read(self, text: LastTokens) -> torch.Tensor:
+    def forward_text(self, text: LastTokens) -> torch.Tensor:
         return self._logits(text.tokens)
 
-    def expand(self, frontier: Frontier) -> torch.Tensor:
+    def forward_nodes(self, frontier: Frontier) -> torch.Tensor:
         return self._logits(frontier.tokens)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
