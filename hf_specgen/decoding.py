@@ -44,8 +44,8 @@ from hf_specgen.verification.result import TopTokens
 STEP_PARTS = ("draft", "forward", "verify")  # parts of a call's wall time that make up the latency of a step
 
 
-class Scorer(TargetView, Protocol):
-    """The target as `DecodingSteps` use it: limits of drafts, and what `Target` does after a pass of the caller.
+class DecodingTarget(TargetView, Protocol):
+    """What `DecodingSteps` need from the target besides its passes: limits of drafts, a pass without one, the rollback.
 
     Attributes:
         first_positions: the position of each row's first generated token.
@@ -94,7 +94,7 @@ class DecodingSteps:
     def __init__(
         self,
         call: Call,
-        target: Scorer,
+        target: DecodingTarget,
         settings: Settings,
         make_outputs: Callable[[LogitsPipeline], StepOutputs],
         stack: ExitStack,
@@ -132,7 +132,7 @@ class DecodingSteps:
                 f"model.config.vocab_size = {logits.shape[-1]}"
             )
         result = self._verify(DraftTree.empty(self.state.batch), logits, [True] * self.state.batch)
-        if self.draft_session.top_tokens:  # other drafters observe steps alone
+        if self.draft_session.top_tokens:  # other sessions observe decoding steps only
             self.draft_session.observe(result)
 
     def plan_step(self, may_draft: bool = True) -> None:

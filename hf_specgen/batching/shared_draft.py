@@ -239,7 +239,7 @@ class SharedTargets:
         """
         return 0, tokens
 
-    def states_of(self, aux_layers: Sequence[int]) -> torch.Tensor:
+    def last_states(self, aux_layers: Sequence[int]) -> torch.Tensor:
         return torch.cat([row.batch.last_states(aux_layers) for row in self._rows])
 
     def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:

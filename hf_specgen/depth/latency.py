@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+
+from hf_specgen.device_tree import Floats
 
 FORMAT = "hf_specgen latency profile 1"
-Floats = NDArray[np.floating[Any]]
 ANY_DRAFTER = "any"  # the entry used for every kind of drafter without an entry of its own
 ASSUMED = "assumed"  # in place of a latency file: latencies that are the same in every process, see `assumed_latency`
 MIN_BATCH_GAIN = 0.02  # relative gain in tokens per second below which a step of several calls verifies no draft
@@ -91,7 +91,7 @@ def fastest_count(gains: Sequence[float], emitted: int, seconds: Floats) -> int:
     """How many draft tokens of a batch to verify: the most probable ones with the most expected tokens per second.
 
     Args:
-        gains: path probabilities of the draft tokens, in descending order.
+        gains: expected tokens that each further node (of one row, or of all rows) adds, in descending order.
         emitted: tokens of a step without drafts.
         seconds: `[1 + len(gains)]` of a step with so many draft tokens.
     """
@@ -99,8 +99,8 @@ def fastest_count(gains: Sequence[float], emitted: int, seconds: Floats) -> int:
 
 
 @lru_cache(maxsize=16)
-def step_seconds(target: CostCurve, tokens: int) -> Floats:
-    """`[1 + tokens]` seconds of a step with so many tokens."""
+def pass_seconds_up_to(target: CostCurve, tokens: int) -> Floats:
+    """`[1 + tokens]` seconds of the target's pass over 0, 1, …, `tokens` tokens."""
     return np.array([target.seconds_of(size) for size in range(1 + tokens)])
 
 
