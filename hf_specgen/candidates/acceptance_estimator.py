@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hf_specgen.depth.adaptive import FORGETTING
 from hf_specgen.device_tree import Floats
 
 STATES = 6  # states of tokens; in the last one p is at least 1 - 2^-5
 START = STATES  # the state before the first level of a draft
-FORGETTING = 0.9  # factor by which the weight of earlier drafts decreases with every draft
 
 
 class DraftLevels:

@@ -54,7 +54,7 @@ class TargetView(Protocol):
     @property
     def verifies_chains_only(self) -> bool: ...
     def pass_shape(self, tokens: int) -> tuple[int, int]: ...
-    def states_of(self, aux_layers: Sequence[int]) -> torch.Tensor: ...
+    def last_states(self, aux_layers: Sequence[int]) -> torch.Tensor: ...
     def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]: ...
 
 
@@ -148,7 +148,7 @@ class DraftBatch:
 
     def last_states(self, layers: Sequence[int]) -> torch.Tensor:
         """`[batch, layers * hidden]` the target's hidden states that chose each row's last token."""
-        return self.target.states_of(layers)
+        return self.target.last_states(layers)
 
     # Verification
 

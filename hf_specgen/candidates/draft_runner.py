@@ -52,7 +52,7 @@ class LoadedDraft:
     @property
     def reads_target(self) -> bool:
         """Whether it reads hidden states of the target (PARD-2)."""
-        return self.parallel is not None and bool(self.parallel.layers)
+        return self.parallel is not None and bool(self.parallel.aux_hidden_state_layers)
 
     @property
     def takes_window(self) -> bool:
@@ -110,7 +110,7 @@ class DraftModelDrafter(Drafter[UncachedText]):
         if draft.parallel is not None:
             self.is_one_pass = True
             self._mask = draft.parallel.mask_token
-            if draft.parallel.layers:
+            if draft.parallel.aux_hidden_state_layers:
                 self._features = TargetFeatures(batch, draft.model, draft.parallel)
         self._max_positions = position_table(text_config(draft.model))
         self._rows = [_CachedRow(text) for text in draft.texts]

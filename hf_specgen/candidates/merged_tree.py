@@ -113,6 +113,8 @@ def merged_children(
             rest = max(0.0, 1 - sum(acceptance.values()))
             for token, recycled in recycling.candidate_tokens(node.token):
                 copied = acceptance.get(token, 0.0)
+                # A further estimate of a copied token shares the rest; a new token may take all of it, as the table
+                # estimates its probability after this token whatever was copied.
                 acceptance[token] = copied + rest * recycled if copied else min(rest, recycled)
                 nodes.setdefault(token, MergedNode(token, {}))
         scale = 1 / max(1.0, sum(acceptance.values()))

@@ -148,7 +148,7 @@ class UnoDrafter(Drafter[HeadText]):
         vocab = vocabulary_size(self._batch.model)
         noise = torch.randint(vocab, (len(pending), depth - 1), generator=self._noise).tolist()
         with adapted(self._matrices, len(target.rows), depth):
-            logits = target.forward_and_forget(DraftTree.chains(noise), pending, text.active)
+            logits = target.forward_without_commit(DraftTree.chains(noise), pending, text.active)
         return DepthLogits(logits.float()[:, :, None])
 
 
