@@ -19,7 +19,7 @@ from hf_specgen.heads.base import BoundHead, HeadInputs, HeadOutput
 from hf_specgen.heads.head_text import FeatureSource, HeadText
 from hf_specgen.targets import masks
 from hf_specgen.targets.cache import RaggedCache
-from hf_specgen.targets.row_layout import spread_rows
+from hf_specgen.targets.row_layout import scatter_rows
 
 PREFILL_CHUNK = 512
 """Positions per pass: the size of a pass's mask then grows linearly with the context, not quadratically."""
@@ -181,7 +181,7 @@ class HeadDrafter(Drafter[HeadText]):
 
     def _scatter(self, values: torch.Tensor) -> torch.Tensor:
         """`[active, …]` values to `[batch, …]`, with zeros for rows that were dropped."""
-        return spread_rows(values, self.rows, self._batch)
+        return scatter_rows(values, self.rows, self._batch)
 
     def _positions(self, count: int) -> torch.Tensor:
         """`[active, count]` the positions after those in the cache."""

@@ -27,8 +27,6 @@ from hf_specgen.tree import DraftTree
 class EarlyExitTarget(Target):
     """A `Target` whose first `exit_layer` layers can run separately."""
 
-    reuses_drafter_states = True
-
     def __init__(self, prepared: PreparedCall, exit_layer: int):
         self._layers = divisible_layers(prepared.model, exit_layer)
         super().__init__(prepared)
@@ -86,7 +84,7 @@ class EarlyExitTarget(Target):
         states = torch.cat(self._states, dim=1)  # [batch, 1 + nodes, hidden]
         self._states.clear()
         self.cache.set_lengths(self._starts)
-        present = self._layout.select(tree, {"states": states})[1]["states"]
+        present = self._layout.gather_inputs(tree, {"states": states})[1]["states"]
         # Models may add positions to their input or scale it, so that what the first layer reads is not these states.
         self._late.left_out[-1].returned = present
         # The ids again, though the layers left out ignore them: later ones may read inputs of their own from them.

@@ -8,8 +8,8 @@ changed.
 
 A function runs as a graph if there is one, or if it is due to be captured; else its fallback runs::
 
-    graph = functions.find(run) or functions.capture_if_due(run, call)
-    outputs = graph.replay(run.inputs) if graph else run.fallback()
+    graph = module_graphs.find(run) or module_graphs.capture_if_due(run, call)
+    outputs = graph.replay(run.graph_inputs) if graph else run.fallback()
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hf_specgen.call import Compile
 from hf_specgen.targets.cache import RaggedCache
 from hf_specgen.targets.cuda_graphs import Graph, GraphMemory, graph_memory, leaves_of
 from hf_specgen.targets.fingerprint import graph_fingerprint
-from hf_specgen.targets.static_buffers import BufferSet, GraphBuffers, StepCache, StepLayer
+from hf_specgen.targets.static_buffers import BufferSet, GraphBuffers, GraphCache, GraphLayer
 
 logger = logging.getLogger("hf_specgen")
 EAGER_PASSES = 4
@@ -85,9 +85,10 @@ class _Run:
         self.slots = slots
         self.fallback = fallback
         self.lengths = cache.lengths  # before the run
-        self.inputs = (inputs, torch.tensor(self.lengths))  # and `[batch]` the first slot that it writes in each row
+        # The inputs of the function, and `[batch]` the first slot that it writes in each row.
+        self.graph_inputs = (inputs, torch.tensor(self.lengths))
         # A graph is repeated with other values of its tensors, but with the same plain values.
-        leaves = leaves_of(self.inputs)
+        leaves = leaves_of(self.graph_inputs)
         shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
         self.key = (function, shapes, torch.is_inference_mode_enabled())
         """Runs with equal keys share a graph."""
@@ -146,7 +147,7 @@ class ModuleGraphs:
             return None
         # An eager run to compare the graph with, unless the function changes something: then it is captured with inputs
         # that change nothing. The run is outside of `try`: only errors of the capture are handled here.
-        function_inputs, starts = run.inputs
+        function_inputs, starts = run.graph_inputs
         dry_inputs = run.function.dry_inputs(function_inputs)
         expected = run.fallback() if dry_inputs is None else None
         run.cache.set_lengths(run.lengths)  # the eager run has appended slots
@@ -154,7 +155,7 @@ class ModuleGraphs:
         # Capture, compare and keep.
         try:
             graph = self._capture(run.function, call.module, inputs, run.slots, buffers)
-            if expected is not None and not run.function.matches(expected, graph.replay(run.inputs)):
+            if expected is not None and not run.function.matches(expected, graph.replay(run.graph_inputs)):
                 raise ValueError("its results differ from those of an ordinary pass")
             self._keep(graph, run, call.module, buffers)
         except Exception as error:
@@ -181,14 +182,14 @@ class ModuleGraphs:
         def function_on_buffers(static: tuple[Any, torch.Tensor]) -> Any:
             static_inputs, starts = static
             written = starts[:, None] + torch.arange(slots, device=starts.device)
-            layers: Any = [StepLayer(keys, values, written) for keys, values in buffers.tensors]
-            return function(module, static_inputs, StepCache(layers, buffers.joined))
+            layers: Any = [GraphLayer(keys, values, written) for keys, values in buffers.tensors]
+            return function(module, static_inputs, GraphCache(layers, buffers.joined))
 
         return Graph(function_on_buffers, inputs, self._memory, function)
 
     def _keep(self, graph: Graph, run: _Run, module: nn.Module, buffers: BufferSet) -> None:
         """Keep a graph for later runs; if there are too many, drop the least recently used one."""
-        # Before the first graph the first passes may have installed hooks. The graphs have these: they are no change.
+        # Passes before the first graph may have installed hooks, which are part of it: take the fingerprint again.
         if not is_captured(module):
             self._fingerprint = graph_fingerprint(module)
         buffers.graphs[run.key] = graph
@@ -214,7 +215,7 @@ class ModuleGraphs:
 
 @dataclass(frozen=True)
 class CallGraphs:
-    """The captured functions of a module as one call uses them.
+    """The captured functions of a module, as one call uses them.
 
     The mode "graphs" captures a function when it first runs with inputs of a shape, and raises if that fails. "auto"
     captures it after `EAGER_PASSES` runs, or at once with `capture_now`, and goes on eagerly if that fails.
@@ -231,9 +232,9 @@ class CallGraphs:
         return self.module_graphs.failure is None
 
     def use_static_buffers(self, cache: RaggedCache, slots: int) -> int:
-        """Move a cache into static buffers that have at least `slots` free slots for each row; returns their size.
+        """Move the cache into static buffers with at least `slots` free slots per row.
 
-        The size counts all slots of a row. 0 if there is no memory, with "auto"; then nothing is captured any more.
+        Returns the number of slots per row; 0 if there is no memory, with "auto": then nothing is captured any more.
 
         Raises:
             torch.OutOfMemoryError: with the mode "graphs", if there is no memory.
@@ -269,7 +270,7 @@ class CallGraphs:
             graph = self.module_graphs.find(run) or self.module_graphs.capture_if_due(run, self)
             if graph is None:
                 return fallback()
-            outputs: Outputs = graph.replay(run.inputs)
+            outputs: Outputs = graph.replay(run.graph_inputs)
         cache.set_lengths([length + slots for length in run.lengths])
         return outputs
 
@@ -280,18 +281,18 @@ class CallGraphs:
 
 
 _lock = threading.Lock()
-_functions: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
+_module_graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
 
 
 def graphs_of_call(module: nn.Module, mode: Compile) -> CallGraphs:
     """The captured functions of a module for one call; the graphs of a module that has changed are gone."""
     with _lock:
-        functions = _functions.setdefault(module, ModuleGraphs())
-    functions.drop_stale_graphs(module)
-    return CallGraphs(module, functions, mode)
+        module_graphs = _module_graphs.setdefault(module, ModuleGraphs())
+    module_graphs.drop_stale_graphs(module)
+    return CallGraphs(module, module_graphs, mode)
 
 
 def is_captured(module: nn.Module) -> bool:
     """Whether a function of a module has been captured."""
-    functions = _functions.get(module)
-    return functions is not None and any(buffers.graphs for buffers in functions.buffers.sets)
+    module_graphs = _module_graphs.get(module)
+    return module_graphs is not None and any(buffers.graphs for buffers in module_graphs.buffers.sets)

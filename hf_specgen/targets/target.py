@@ -39,7 +39,7 @@ from hf_specgen.targets.support import last_position, pass_capacity, slot_limit
 from hf_specgen.tree import DraftTree
 
 
-class _Step(NamedTuple):
+class _PassInputs(NamedTuple):
     """A pass over a draft but its first `cached` tokens, of the rows in the cache; `active` as for `Target.forward`."""
 
     tree: PassTree
@@ -54,8 +54,6 @@ class Target:
     `graphs` says whether passes after the prefill are captured as CUDA graphs.
     """
 
-    reuses_drafter_states: bool = False
-    """Whether a step starts from hidden states that drafting has computed for its tokens."""
     max_row_skew: float = float("inf")
     """How many tokens a row may be ahead of the slowest row."""
     has_recurrent_state: bool = False
@@ -80,7 +78,7 @@ class Target:
         self._masks = StepMasks(model, self._inputs.padding, required=bool(graphs))
         keeps_order = keeps_state(self._config) or compares_slots(self._config)
         self.verifies_chains_only = keeps_order or self._masks.chains_only
-        """Whether a draft must be a chain: states cannot branch, FlashAttention takes no mask, slots count."""
+        """Whether a draft must be a chain: states cannot branch, attention takes no mask or compares slot indices."""
         # Captured passes receive the padding as an input.
         self._step_masks = StepMasks(model, None, required=True)
         self._starts: tuple[int, ...] = ()
@@ -112,7 +110,10 @@ class Target:
 
     @property
     def max_draft_tokens(self) -> float:
-        """How many draft tokens of a row the next pass can take: experts, or groups of a cache, may have a limit."""
+        """How many draft tokens of a row the next pass can take.
+
+        Capacity-limited experts and compressed caches limit the tokens of a pass.
+        """
         return min(self._pass_capacity, self.cache.max_pass_tokens) - 1
 
     @property
@@ -150,12 +151,12 @@ class Target:
         self.cache.erase_rejected()
         return self.forward(DraftTree.empty(len(pending)), pending, active)
 
-    def forward_and_forget(self, tree: DraftTree, pending: Sequence[int], active: Sequence[bool]) -> torch.Tensor:
-        """As `forward`, but nothing is kept: for passes that draft. They are not captured."""
+    def forward_without_commit(self, tree: DraftTree, pending: Sequence[int], active: Sequence[bool]) -> torch.Tensor:
+        """As `forward`, but the cache keeps nothing: for passes that draft. They are not captured."""
         starts = self.cache.lengths
-        present, inputs = self._layout.select(tree, {"input_ids": tree.step_tokens(pending, self.device)})
+        present, inputs = self._layout.gather_inputs(tree, {"input_ids": tree.step_tokens(pending, self.device)})
         with without_cudnn_attention(self.device):
-            logits = self._eager_pass(self.model, _Step(present, inputs, active)).logits
+            logits = self._eager_pass(self.model, _PassInputs(present, inputs, active)).logits
         self.cache.set_lengths(starts)
         if bool(logits.isnan().any()):
             self.cache.erase_rejected()
@@ -198,7 +199,7 @@ class Target:
         """How many rows, and tokens of each, a pass over so many tokens of each row computes."""
         return len(self.rows), tokens if self._active_graphs is None else padded_width(tokens)
 
-    def states_of(self, aux_layers: Sequence[int]) -> torch.Tensor:
+    def last_states(self, aux_layers: Sequence[int]) -> torch.Tensor:
         """The hidden states that chose the last tokens, see `HiddenStateTarget`."""
         raise ValueError(f"hidden states {list(aux_layers)} are not captured; name them in target_requirements()")
 
@@ -228,7 +229,7 @@ class Target:
         cached: int = 0,
     ) -> PassOutput:
         """One pass of a module over a tree but its first `cached` tokens, for the rows that are present."""
-        step = _Step(*self._layout.select(tree, inputs), active, cached)
+        step = _PassInputs(*self._layout.gather_inputs(tree, inputs), active, cached)
         graphs = self._active_graphs
         if graphs is None:
             with without_cudnn_attention(self.device):
@@ -244,13 +245,13 @@ class Target:
         self.cache.set_lengths([length - padding for length in self.cache.lengths])
         return PassOutput(output.logits[:, :new], tuple(states[:, :new] for states in output.states))
 
-    def _eager_pass(self, module: nn.Module, step: _Step) -> PassOutput:
+    def _eager_pass(self, module: nn.Module, step: _PassInputs) -> PassOutput:
         """A pass on the cache of the call."""
         output = self._pass(module, self._arguments(step), self._model_cache)
         self.cache.check_pass()
         return output
 
-    def _arguments(self, step: _Step) -> dict[str, Any]:
+    def _arguments(self, step: _PassInputs) -> dict[str, Any]:
         """The arguments of an eager pass but the cache."""
         tree, inputs, active, cached = step
         lengths = tuple(length - cached for length in self.cache.lengths)
@@ -258,7 +259,7 @@ class Target:
         mask = self._masks.of_step(tree, lengths, cached, self.cache.first_visible)
         return self._inputs.arguments(inputs, mask, positions)
 
-    def _captured_pass(self, graphs: CallGraphs, step: _Step) -> PassOutput:
+    def _captured_pass(self, graphs: CallGraphs, step: _PassInputs) -> PassOutput:
         """A pass as a graph, once it was captured."""
         tokens = step.inputs["input_ids"]
         slots = tokens.shape[1]
@@ -267,7 +268,9 @@ class Target:
         if not capacity:
             return eager_pass()
         function: CapturablePass = self._pass
-        if step.cached:  # where each level of a tree would take a graph of its own
+        if step.cached:
+            # A pass over a growing tree: `TreePass` would need a graph per level, as its inputs have another shape in
+            # each. With mask and positions as inputs, all levels share one.
             static_inputs: Any = self._arguments(step)
             static_inputs["attention_mask"] = fixed_mask(static_inputs["attention_mask"], len(tokens), capacity)
         else:
@@ -276,7 +279,7 @@ class Target:
         output: PassOutput = graphs.run(function, static_inputs, self.cache, slots, eager_pass)
         return output
 
-    def _tree_inputs(self, step: _Step, capacity: int) -> TreeInputs:
+    def _tree_inputs(self, step: _PassInputs, capacity: int) -> TreeInputs:
         """The inputs of a captured pass over trees that begin with each row's last token."""
         tree = step.tree
         tokens = step.inputs["input_ids"]
@@ -289,9 +292,9 @@ class Target:
         return TreeInputs(tokens, offsets, structure, visible, self._inputs.axes, others)
 
     def copy(self) -> Self:
-        """A target with the same cache, for passes that the drafters of a call must not notice.
+        """A target with the same cache, for passes that must not change the hidden states of the last step.
 
-        What drafters read of the last step is replaced by every pass, so that the original has it unchanged.
+        Drafters read these of the original.
         """
         return copy.copy(self)
 
