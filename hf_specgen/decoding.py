@@ -73,7 +73,7 @@ class StepOutputs(Protocol):
     """What receives the tokens of each step, as an `OutputCollector` does; without custom criteria these are None."""
 
     @property
-    def columns(self) -> int: ...
+    def emitted_positions(self) -> int: ...
     @property
     def criteria(self) -> CustomCriteria | None: ...
     @property
@@ -138,7 +138,7 @@ class DecodingSteps:
     def plan_step(self, may_draft: bool = True) -> None:
         """Choose the rows that take part in the next step, and how deep each of them drafts."""
         # Rows that have not ended, and are not too far ahead of the slowest row, which has just the emitted positions.
-        furthest = self.outputs.columns + min(self.verification.max_row_skew(), self.target.max_row_skew)
+        furthest = self.outputs.emitted_positions + min(self.verification.max_row_skew(), self.target.max_row_skew)
         texts = enumerate(self.state.generated)
         self._active = [not self.state.has_ended(row) and len(tokens) < furthest for row, tokens in texts]
         drafts = may_draft and not self.outputs.needs_plain_steps
@@ -190,7 +190,7 @@ class DecodingSteps:
     def _end_verification(self) -> None:
         """End the session of the verification, also where Ctrl-C came before there were outputs."""
         if hasattr(self, "verification"):
-            self.verification.end(self.outputs.columns if hasattr(self, "outputs") else 0)
+            self.verification.end(self.outputs.emitted_positions if hasattr(self, "outputs") else 0)
 
     def _depths(self, may_draft: Sequence[bool]) -> list[int]:
         """How deep each row drafts: as the policy chooses, up to `k` and what the row can use."""
@@ -207,8 +207,8 @@ class DecodingSteps:
         state = self.state
         target = self.target
         # A prompt of embeddings has no columns in the text.
-        columns = max(state.prompt_length, *target.first_positions) + max(map(len, state.generated))
-        if columns + MAX_DRAFT_SLOTS > target.slot_limit:
+        text_length = max(state.prompt_length, *target.first_positions) + max(map(len, state.generated))
+        if text_length + MAX_DRAFT_SLOTS > target.slot_limit:
             return [0] * state.batch
         limits = []
         for row, tokens in enumerate(state.generated):
@@ -238,7 +238,7 @@ class DecodingSteps:
                 self.state.append(row, tokens)
             self.target.commit(result.paths)
             self.outputs.add(result)
-            self.verification.confirm(self.outputs.columns)
+            self.verification.confirm(self.outputs.emitted_positions)
         return result
 
 

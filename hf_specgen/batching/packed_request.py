@@ -117,7 +117,7 @@ class RequestOutputs:
         self._state = state
 
     @property
-    def columns(self) -> int:
+    def emitted_positions(self) -> int:
         return len(self._state.generated[0])
 
     def add(self, result: VerificationResult) -> None:
