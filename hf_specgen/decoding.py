@@ -158,7 +158,7 @@ class DecodingSteps:
         result = self._verify(tree, logits, self._active)
         self.draft_session.observe(result)
         outcomes = self.statistics.record(tree, result)
-        passes = self.draft_session.passes
+        passes = self.draft_session.tokens_per_pass
         with self.timer.part("policy"):
             seconds = self.timer.step
             self.timer.step = {}
@@ -179,7 +179,7 @@ class DecodingSteps:
             self.policy.observe(step)
             if self._monitor is not None:
                 self._monitor.observe(step)
-            self.statistics.passes.append(step)
+            self.statistics.batch_steps.append(step)
 
     def finished_statistics(self) -> Statistics:
         """The statistics of a call, completed."""

@@ -32,7 +32,7 @@ class Text(Protocol):
         """How deep each row's draft can be at most; 0 for a row that does not draft."""
 
     @property
-    def passes(self) -> Sequence[int]:
+    def tokens_per_pass(self) -> Sequence[int]:
         """Tokens, over all rows, of each pass that processes the text; without the drafter's prefill."""
 
 

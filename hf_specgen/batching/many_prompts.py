@@ -367,13 +367,13 @@ class _Batch:
 
     def _count(self, loops: list[DecodingLoop], tokens_per_row: int) -> None:
         """Record the step for the statistics of all prompts, and count the loss of its drafts by the latency."""
-        records = [loop.statistics.passes[-1] for loop in loops]
+        records = [loop.statistics.batch_steps[-1] for loop in loops]
         # Passes of shared sessions are counted once; drafters with a session for each call made all of theirs.
-        passes = self.shared.passes or [tokens for record in records for tokens in record.passes]
+        passes = self.shared.tokens_per_pass or [tokens for record in records for tokens in record.tokens_per_pass]
         context = max(record.context for record in records)
         requested = [record.requested[0] for record in records]
         outcomes = [record.rows[0] for record in records]
-        self.statistics.passes.append(StepRecord(requested, outcomes, tokens_per_row, {}, passes, context))
+        self.statistics.batch_steps.append(StepRecord(requested, outcomes, tokens_per_row, {}, passes, context))
         if (latency := self.shared.latency) is not None:
             emitted = sum(outcome.emitted for outcome in outcomes if outcome is not None)
             self.shared.count_loss(latency.target.seconds_of(len(loops) * tokens_per_row), emitted, passes)

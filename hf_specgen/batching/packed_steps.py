@@ -259,7 +259,9 @@ class PackedSteps:
             if request.steps.state.has_ended(0):
                 self._finished(self._requests.pop(future.state.request_id).end())
         if self._seconds is not None:
-            self._shared.count_loss(self._seconds[self._drafted], self._num_decoding + accepted, self._shared.passes)
+            self._shared.count_loss(
+                self._seconds[self._drafted], self._num_decoding + accepted, self._shared.tokens_per_pass
+            )
         transformers_batching.move_slots(self._cache, moves)
         return last_tokens, last_logprobs if self._processor.return_logprobs else None
 

@@ -64,7 +64,7 @@ class SharedDraft:
         self.planned: dict[RowSession, int] = {}  # how deep calls draft next; those that are not in `rows` join then
         # Of the last draft, if one was requested: its time, and the tokens of each pass.
         self.seconds = 0.0
-        self.passes: Sequence[int] = ()
+        self.tokens_per_pass: Sequence[int] = ()
 
     def start(self, batch: DraftBatch) -> DraftSession:
         """The session of a call; used in place of `Candidates.start`."""
@@ -80,7 +80,7 @@ class SharedDraft:
         """Pass the outcomes of the last step on to the shared session, then draft for all calls that have planned."""
         self._observe()
         self.seconds = 0.0
-        self.passes = ()
+        self.tokens_per_pass = ()
         if not self.planned:
             return
         begin = perf_counter()
@@ -94,11 +94,11 @@ class SharedDraft:
             size = len(parents)
             probability = None if tree.probability is None else (tree.probability[index][:size],)
             row.tree = DraftTree.from_nodes([(tokens[:size], parents)], probability)
-            row.passes = session.passes
+            row.tokens_per_pass = session.tokens_per_pass
             row.has_joined = True
         if any(depths):  # else the draft is empty, and its time is not counted
             self.seconds = perf_counter() - begin
-            self.passes = session.passes or ()
+            self.tokens_per_pass = session.tokens_per_pass or ()
 
     def _with_planned_rows(self) -> DraftSession:
         """The shared session, after its rows are updated: calls that have ended leave, new calls with a plan join."""

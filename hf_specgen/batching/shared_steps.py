@@ -37,7 +37,9 @@ class SharedSteps:
         self.settings = replace(settings, start=start, policy=SharedDepth(settings.policy, self._loss))
         # For the rows and context of the present step; None if it was not measured, or no row decodes.
         self.latency: StepLatency | None = None
-        self.passes = list[int]()  # tokens of each forward pass that drafters made for several calls in the step
+        self.tokens_per_pass = list[
+            int
+        ]()  # tokens of each forward pass that drafters made for several calls in the step
         self._rows = 0
         self._has_draft = False
 
@@ -58,7 +60,7 @@ class SharedSteps:
         for shared in self._shared_sessions:
             shared.draft()
         seconds = sum(shared.seconds for shared in self._shared_sessions)
-        self.passes = [tokens for shared in self._shared_sessions for tokens in shared.passes]
+        self.tokens_per_pass = [tokens for shared in self._shared_sessions for tokens in shared.tokens_per_pass]
         for call in calls:
             call.timer.add("draft", seconds)  # each call waits for the whole draft
         return [call.draft_step() for call in calls]

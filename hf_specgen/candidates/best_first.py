@@ -93,12 +93,12 @@ def draft_rows(
     tree: Tree,
     depths: Sequence[int],
     search: Callable[[int, SearchLimits], SearchTree[Tag]],
-    passes: Sequence[int] | None = None,
+    tokens_per_pass: Sequence[int] | None = None,
     scale: float = 1.0,
 ) -> tuple[DraftTree, list[SearchTree[Tag]]]:
     """Search a tree for every row and cut it to the size to verify.
 
-    Only the size depends on `passes`, those of a drafter so far, and on `scale`, a factor of the path probabilities.
+    Only the size depends on `tokens_per_pass`, of a drafter so far, and on `scale`, a factor of path probabilities.
     """
     if not any(depths):
         return DraftTree.empty(len(depths)), [SearchTree() for _ in depths]
@@ -114,7 +114,7 @@ def draft_rows(
     trees = [search(row, limits) for row in range(len(depths))]
     nodes = limits.nodes
     if isinstance(sizer, FastestTreeSizer):
-        draft_seconds = 0.0 if passes is None else sizer.drafting_seconds(passes)
+        draft_seconds = 0.0 if tokens_per_pass is None else sizer.drafting_seconds(tokens_per_pass)
         probability = [[scale * value for value in found.probability] for found in trees]
         nodes = sizer.num_verified_of(probability, draft_seconds)
     return draft_of(trees, nodes), trees
@@ -127,7 +127,7 @@ class SearchSession(DraftSession, Generic[Tag]):
     estimates are right for all texts together, and too high for texts that repeat little.
     """
 
-    passes = ()
+    tokens_per_pass = ()
 
     def __init__(self, batch: DraftBatch, k: int, tree: Tree):
         super().__init__(batch)

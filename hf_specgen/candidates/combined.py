@@ -98,7 +98,9 @@ class CombinedCandidates(Candidates):
         return self._changed(strategies=tuple(members), drafter=members)
 
     def settings(self) -> DraftingSettings:
-        return replace(super().settings(), has_free_drafts=any(one.negligible_draft_cost for one in self.strategies))
+        return replace(
+            super().settings(), has_negligible_cost_drafts=any(one.negligible_draft_cost for one in self.strategies)
+        )
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         needs = [strategy.target_requirements(model) for strategy in self.strategies]
@@ -137,7 +139,7 @@ class _CombinedSession(DraftSession):
         # verifies every node that was drawn: copied ones beside them cost more than they yield.
         self._verifies_one = batch.wants_q or isinstance(batch.target, EarlyExitTarget)
         # A short call does not make up for the prefill of drafters.
-        self._uses_drafters = self._num_without_pass < len(members) and batch.affords_prefill()
+        self._uses_drafters = self._num_without_pass < len(members) and batch.prefill_is_short()
         self._member_trees = [DraftTree.empty(batch.state.batch)] * len(members)
         # The first part of a step: whether it is done, by `plan`, and whether members with a forward pass draft too.
         self._is_planned = False
@@ -147,7 +149,7 @@ class _CombinedSession(DraftSession):
         self._drafter_loss = DrafterLoss(batch)
         self._tree_without_pass = DraftTree.empty(batch.state.batch)  # of the members without a forward pass
         self._returned_tree = self._tree_without_pass
-        self.passes: list[int] = []
+        self.tokens_per_pass: list[int] = []
 
     def observe(self, result: VerificationResult) -> None:
         """Update the estimates of the merged tree and the loss of the drafters, then pass the outcome on."""
@@ -156,7 +158,7 @@ class _CombinedSession(DraftSession):
                 self._unproposed.observe(member_drafts, tokens)
         if self._uses_drafters:
             self.separate_loss = self._drafter_loss.observe(
-                result, self._tree_without_pass, self._returned_tree, self.passes
+                result, self._tree_without_pass, self._returned_tree, self.tokens_per_pass
             )
         for (session, _), draft in zip(self._members, self._member_trees, strict=True):
             session.observe(result_for(result, draft))
@@ -175,7 +177,7 @@ class _CombinedSession(DraftSession):
     def _draft_without_pass(self, max_depths: Sequence[int]) -> None:
         """Draft with the members that have no forward pass; sets their tree, and whether the others draft too."""
         self._member_trees = []
-        self.passes = []
+        self.tokens_per_pass = []
         # Token Recycling has no draft here: it extends the merged tree, see `merged_children`.
         for session, k in self._members[: self._num_without_pass]:
             self._draft_member(session, 0 if session is self._recycling else k, max_depths)
@@ -194,12 +196,12 @@ class _CombinedSession(DraftSession):
         tree = self._tree_without_pass
         for session, k in self._members[self._num_without_pass :]:
             draft = self._draft_member(session, k if self._needs_drafters else 0, max_depths)
-            self.passes += _passes(session, draft)
+            self.tokens_per_pass += _passes(session, draft)
             if draft.nodes and self._verifies_one:
                 tree = draft
                 self._needs_drafters = False  # nothing is merged, and no further member drafts
         if self._needs_drafters and any(draft.nodes for draft in self._member_trees[self._num_without_pass :]):
-            tree = self._search(max_depths, self.passes)
+            tree = self._search(max_depths, self.tokens_per_pass)
         self._returned_tree = tree
         return tree
 
@@ -225,8 +227,8 @@ class _CombinedSession(DraftSession):
 
 def _passes(session: DraftSession, draft: DraftTree) -> Sequence[int]:
     """Tokens of each pass of a session's last draft; one for each level of the tree if it does not count them."""
-    if session.passes is not None:
-        return session.passes
+    if session.tokens_per_pass is not None:
+        return session.tokens_per_pass
     rows = sum(len(parents) > 0 for parents in draft.parents)
     return [rows] * max((max(draft.depths(row)) for row in range(draft.batch)), default=0)
 

@@ -198,9 +198,9 @@ class DraftBatch:
         """The latencies of a step of so many rows, for strategies that size their own trees; None if unknown."""
         return self._policy.step_latency(rows, self.state.context_length)
 
-    def affords_prefill(self) -> bool:
+    def prefill_is_short(self) -> bool:
         """Whether the drafter's prefill is short beside the call."""
-        return self._policy.affords_prefill()
+        return self._policy.prefill_is_short()
 
     @property
     def carries_over(self) -> bool:

@@ -83,7 +83,7 @@ class UncachedText(NamedTuple):
 
     tokens: list[list[int]]  # of each row; one token of rows that do not draft
     depths: list[int]  # maximum depth of each row's draft
-    passes: list[int]  # tokens, over all rows, of the passes that process them, masks included
+    tokens_per_pass: list[int]  # tokens, over all rows, of the passes that process them, masks included
 
     @property
     def width(self) -> int:

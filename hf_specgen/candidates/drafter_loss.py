@@ -67,7 +67,7 @@ class DrafterLoss:
                 self._loss.add(-LOSS_PER_STEP)
                 memory.store(self._model, self._key, self._loss)
             return 0.0
-        seconds = latency.target.seconds_of(rows * (1 + tree.nodes)) + latency.drafter.draft(passes)
+        seconds = latency.target.seconds_of(rows * (1 + tree.nodes)) + latency.draft.draft_seconds(passes)
         added_tokens = max(0.0, sum(map(len, result.tokens)) / rows - tokens)
         gained = added_tokens * self._time_without_drafters / self._tokens_without_drafters
         before = self._loss.plain_steps

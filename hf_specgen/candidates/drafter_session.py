@@ -43,7 +43,7 @@ class DrafterSession(DraftSession, Generic[T]):
     ):
         super().__init__(batch)
         self.drafter = drafter
-        self.passes: Sequence[int] = []
+        self.tokens_per_pass: Sequence[int] = []
         self._k = int(min(k, drafter.max_depth))
         self._tree_setting = tree
         self._threshold = confidence_threshold
@@ -70,11 +70,11 @@ class DrafterSession(DraftSession, Generic[T]):
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         self._tree = DraftTree.empty(len(max_depths))
         self._expanded = 0
-        self.passes = []
+        self.tokens_per_pass = []
         text = self.drafter.take([min(self._k, depth) for depth in max_depths])
         if text is None:
             return self._tree
-        self.passes = text.passes
+        self.tokens_per_pass = text.tokens_per_pass
         if self.drafter.is_one_pass:
             self._tree = one_pass_draft(self.batch, self.drafter, text, self._tree_setting)
             return self._tree
@@ -83,7 +83,7 @@ class DrafterSession(DraftSession, Generic[T]):
         )
         self._tree = draft.build()
         self._expanded = draft.growth.expanded
-        self.passes = [*text.passes, *draft.passes]
+        self.tokens_per_pass = [*text.tokens_per_pass, *draft.tokens_per_pass]
         return self._tree
 
     def observe(self, result: VerificationResult) -> None:

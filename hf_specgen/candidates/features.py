@@ -175,4 +175,4 @@ class LastStates:
             return None
         rows = self._batch.present_rows
         states = self._batch.last_states(self._layers)
-        return StateText(states, self._batch.state.pending(), rows, max_depths, passes=[len(rows)])
+        return StateText(states, self._batch.state.pending(), rows, max_depths, tokens_per_pass=[len(rows)])

@@ -100,7 +100,7 @@ class EarlyExitText(NamedTuple):
     tokens: torch.Tensor
     active: list[bool]
     depths: Sequence[int]
-    passes: list[int]
+    tokens_per_pass: list[int]
 
 
 class EarlyExitDrafter(Drafter[EarlyExitText]):

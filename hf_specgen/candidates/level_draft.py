@@ -54,7 +54,7 @@ class LevelDraft(Generic[T]):
         self._threshold = threshold
         self._qs: list[torch.Tensor] = []  # q after the nodes of each pass, for rejection sampling
         self._can_capture = False  # whether passes can run as captured functions
-        self.passes: list[int] = []  # tokens, over all rows, of each pass over nodes
+        self.tokens_per_pass: list[int] = []  # tokens, over all rows, of each pass over nodes
 
     def build(self) -> DraftTree:
         """Make the drafter's passes; returns the nodes to verify, with q for rejection sampling."""
@@ -152,7 +152,7 @@ class LevelDraft(Generic[T]):
     def _count_passes(self, plan: Plan) -> None:
         """Count passes over nodes, unless deeper levels need no pass, see `Drafter.single_pass_tokens`."""
         if not self._drafter.single_pass_tokens:
-            self.passes += [self.growth.drafting_rows * plan.expansion_width] * plan.num_passes
+            self.tokens_per_pass += [self.growth.drafting_rows * plan.expansion_width] * plan.num_passes
 
     def _add(self, logits: torch.Tensor) -> None:
         """Add the most likely tokens after each node of a pass; `logits` are `[batch, nodes, draft vocab]`."""

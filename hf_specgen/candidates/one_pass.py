@@ -61,7 +61,7 @@ def one_pass_draft(batch: DraftBatch, drafter: Drafter[T], text: T, tree: str | 
     scores, rows = _ranked(batch, predicted, 1 if tree is None else MAX_RANKS)
     sizer = tree_sizer(default_tree(batch, tree), batch, depths)
     trees = [best_combinations(*pair, sizer, batch.wants_q) for pair in zip(rows, depths, strict=True)]
-    draft_seconds = sizer.drafting_seconds(text.passes)
+    draft_seconds = sizer.drafting_seconds(text.tokens_per_pass)
     nodes = sizer.num_verified_of([found.probability for found in trees], draft_seconds, batch.wants_q)
     draft = draft_of(trees, nodes)
     if batch.wants_q and draft.nodes:

@@ -149,14 +149,14 @@ class FastestTreeSizer(TreeSizer):
         self._estimator = estimator or AcceptanceEstimator()
         self._levels = DraftLevels()
         self._rows = rows
-        self._draft_latency = latency.drafter
+        self._draft_latency = latency.draft
         self._snapshot: Snapshot | None = None
         # `_target_seconds[n]` are those of the target's pass if n nodes of each row are verified.
         self._target_seconds = _target_seconds(latency.target, max(rows, pass_rows), self.max_nodes, is_padded)
         self.min_probability = _min_probability(self._target_seconds)
         # `_pass_seconds[n - 1]` are those of a further pass over n nodes of each row.
-        self._pass_seconds = _pass_seconds(latency.drafter, rows)
-        self._draft_seconds = latency.drafter.draft([rows])  # of the draft so far; at first of one level
+        self._pass_seconds = _pass_seconds(latency.draft, rows)
+        self._draft_seconds = latency.draft.draft_seconds([rows])  # of the draft so far; at first of one level
 
     def first(self, growth: Growth, k: int) -> Plan | None:
         levels = min(_levels_after_first(growth, k), growth.levels_per_sync)
@@ -258,7 +258,7 @@ class FastestTreeSizer(TreeSizer):
         return fastest(tokens, seconds)
 
     def drafting_seconds(self, passes: Sequence[int]) -> float:
-        return self._draft_latency.draft(passes)
+        return self._draft_latency.draft_seconds(passes)
 
 
 def _levels_after_first(growth: Growth, k: int) -> int:
@@ -291,7 +291,7 @@ def _min_probability(seconds: Floats) -> float:
 @lru_cache(maxsize=64)
 def _pass_seconds(latency: DraftLatency, rows: int) -> Floats:
     """Seconds of the drafter's pass by the nodes of each row, from 1 on."""
-    seconds = [latency.seconds_of(rows * width) for width in range(1, 1 + MAX_EXPANSION_WIDTH)]
+    seconds = [latency.pass_seconds(rows * width) for width in range(1, 1 + MAX_EXPANSION_WIDTH)]
     return np.maximum.accumulate(seconds)  # a wider pass is never assumed to be faster
 
 
@@ -319,5 +319,5 @@ def tree_sizer(
     if step is None:
         return FixedTreeSizer(children=1)
     if single_pass_tokens:  # the whole draft takes one pass, and each further level nothing
-        step = step._replace(drafter=DraftLatency(overhead=step.drafter.draft([rows * single_pass_tokens])))
+        step = step._replace(draft=DraftLatency(overhead=step.draft.draft_seconds([rows * single_pass_tokens])))
     return FastestTreeSizer(step, rows, pass_rows, is_padded=pads_passes, estimator=estimator)

@@ -116,13 +116,13 @@ class DraftLatency:
         _check_curve(self.tokens, self.seconds)
         _check_curve((1,), (self.overhead,))
 
-    def seconds_of(self, tokens: float) -> float:
+    def pass_seconds(self, tokens: float) -> float:
         """Seconds of one pass over this many tokens, all rows together."""
         return interpolate(tokens, self.tokens, self.seconds)
 
-    def draft(self, passes: Sequence[int]) -> float:
-        """Seconds of a draft with these passes, each given by its tokens."""
-        return self.overhead + sum(map(self.seconds_of, passes))
+    def draft_seconds(self, tokens_per_pass: Sequence[int]) -> float:
+        """Seconds of a draft with these passes."""
+        return self.overhead + sum(map(self.pass_seconds, tokens_per_pass))
 
 
 class Bucket(NamedTuple):
@@ -136,16 +136,19 @@ class StepLatency(NamedTuple):
     """Latencies of the next steps."""
 
     target: CostCurve
-    drafter: DraftLatency
+    draft: DraftLatency
 
-    def part_of_row(self, rows: int, drafts_together: bool) -> StepLatency:
-        """The part of each of `rows` that share passes of the target, and of the drafter if they draft together."""
+    def per_row(self, rows: int, drafts_together: bool) -> StepLatency:
+        """The latencies divided by `rows`, for one of the rows that share passes of the target.
+
+        And of the drafter, if they draft together.
+        """
         seconds = tuple(self.target.seconds_of(rows * q) / rows for q in self.target.queries)
         target = replace(self.target, seconds=seconds, batch=1)
         if not drafts_together:
-            return StepLatency(target, self.drafter)
-        seconds = tuple(one / rows for one in self.drafter.seconds)
-        return StepLatency(target, replace(self.drafter, seconds=seconds, overhead=self.drafter.overhead / rows))
+            return StepLatency(target, self.draft)
+        seconds = tuple(one / rows for one in self.draft.seconds)
+        return StepLatency(target, replace(self.draft, seconds=seconds, overhead=self.draft.overhead / rows))
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ class LatencyModel:
 
     Args:
         buckets: at different numbers of rows and context lengths; the nearest one is used.
-        drafter: the kind of drafter in use.
+        drafter_kind: that in use.
 
     Example:
         >>> model = LatencyModel.from_curves(CostCurve((1, 9), (0.010, 0.012), context=256, batch=1), draft_token=0.001)
@@ -164,7 +167,7 @@ class LatencyModel:
     """
 
     buckets: tuple[Bucket, ...]
-    drafter: str = ANY_DRAFTER
+    drafter_kind: str = ANY_DRAFTER
 
     def __post_init__(self) -> None:
         if not 0 < len(self.buckets) <= 64:
@@ -179,16 +182,16 @@ class LatencyModel:
             return 2 * abs(log2(rows / curve.batch)) + abs(log2(max(1, context) / curve.context))
 
         target, drafters = min(self.buckets, key=distance)
-        return StepLatency(target, drafters.get(self.drafter) or drafters[ANY_DRAFTER])
+        return StepLatency(target, drafters.get(self.drafter_kind) or drafters[ANY_DRAFTER])
 
-    def select(self, drafter: str, negligible_draft_cost: bool = False) -> LatencyModel:
+    def for_drafter(self, kind: str, negligible_draft_cost: bool = False) -> LatencyModel:
         """The same model with this kind of drafter; `ValueError` if it has none, unless its cost is negligible."""
         free = {ANY_DRAFTER: DraftLatency()} if negligible_draft_cost else {}
         buckets = tuple(Bucket(target, free | dict(drafters)) for target, drafters in self.buckets)
         for _, drafters in buckets:
-            if not {drafter, ANY_DRAFTER} & drafters.keys():
-                raise ValueError(f"the latency file has no drafter {drafter!r}; it has {sorted(drafters)}")
-        return LatencyModel(buckets, drafter)
+            if not {kind, ANY_DRAFTER} & drafters.keys():
+                raise ValueError(f"the latency file has no drafter {kind!r}; it has {sorted(drafters)}")
+        return LatencyModel(buckets, kind)
 
     @classmethod
     def from_curves(cls, *curves: CostCurve, draft_token: float = 0.0, draft_step: float = 0.0) -> LatencyModel:

@@ -39,7 +39,7 @@ class PolicySession(ABC):
             limits: `[rows]` draft tokens that each row can still use; 0 for a row that takes no part in this step.
         """
 
-    def affords_prefill(self) -> bool:
+    def prefill_is_short(self) -> bool:
         """Whether the drafter's prefill is short beside the call; else only drafts without a pass can be faster."""
         return True
 

@@ -51,7 +51,7 @@ class HeadDrafter(Drafter[HeadText]):
             return None
         for row in new.restarted:
             self._restart(row)
-        return new._replace(depths=max_depths, passes=self._passes(new, max_depths))
+        return new._replace(depths=max_depths, tokens_per_pass=self._passes(new, max_depths))
 
     def _passes(self, new: HeadText, max_depths: Sequence[int]) -> list[int]:
         """Tokens, over all rows, of the passes that process new text; none for prompts that no block follows."""

@@ -193,7 +193,7 @@ class MedusaDrafter(Drafter[StateText]):
         text = self._source.take(max_depths)
         if text is None or not self.is_one_pass:
             return text
-        return text._replace(passes=())  # all heads run once in a draft: that is its overhead
+        return text._replace(tokens_per_pass=())  # all heads run once in a draft: that is its overhead
 
     def forward_text(self, text: StateText) -> torch.Tensor:
         """`[batch, vocab]` the logits of head 0, from each row's hidden state and last token, if it reads that."""

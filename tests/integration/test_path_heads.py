@@ -376,4 +376,4 @@ def test_path_head_counts_one_pass_of_its_block_per_draft() -> None:
     """Would catch: a pass counted for each depth of the draft, so that the policy takes the head for slow."""
     fixture = HEADS["domino_specforge"]
     statistics = assert_same_tokens(fixture.target, prompts(2), strategy(fixture, k=5, tree=8), max_new_tokens=8)
-    assert {tuple(step.passes) for step in statistics.passes if step.passes} <= {(8,), (16,)}
+    assert {tuple(step.tokens_per_pass) for step in statistics.batch_steps if step.tokens_per_pass} <= {(8,), (16,)}

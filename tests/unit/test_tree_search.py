@@ -213,7 +213,7 @@ def test_fastest_size_no_other_number_of_nodes_is_faster(slope: float, draft_tok
     latency, passes = curve(draft_token, slope).at(1, 100), list[int]()
     sizer = FastestTreeSizer(latency)
     growth = _grown(new_growth([6], 4), sizer, [0.5, 0.2, 0.1, 0.05], passes)
-    spent = latency.drafter.draft([1, *passes])
+    spent = latency.draft.draft_seconds([1, *passes])
     probability = growth.to_host().probability[0, :64]
     tokens = [1 + probability[:count].sum() for count in range(len(probability) + 1)]
     rates = [one / (latency.target.seconds_of(1.0 + count) + spent) for count, one in enumerate(tokens)]
