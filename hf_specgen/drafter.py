@@ -24,8 +24,8 @@ from hf_specgen.device_tree import Frontier
 from hf_specgen.targets.passes import CapturablePasses
 
 
-class Text(Protocol):
-    """What is new in the texts of the rows, in the form that a drafter reads."""
+class UncachedInput(Protocol):
+    """What is new in the texts of the rows, in the form that a drafter processes."""
 
     @property
     def depths(self) -> Sequence[int]:
@@ -36,7 +36,7 @@ class Text(Protocol):
         """Tokens, over all rows, of each pass that processes the text; without the drafter's prefill."""
 
 
-T = TypeVar("T", bound=Text)
+T = TypeVar("T", bound=UncachedInput)
 
 
 class DepthLogits(NamedTuple):

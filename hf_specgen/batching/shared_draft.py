@@ -8,7 +8,7 @@ how deep they draft, the shared session drafts for all of them at once:
     call C  RowSession.plan(2) --+     one session with three rows        +-- RowSession.draft: tree of C
 
 The shared session is any session of the strategy. It reads the rows through the interfaces of a `DraftBatch`:
-`SharedTexts`, `SharedTargets` and `SharedSampling` here give it what the batch of each call has. Calls join it
+`SharedRowState`, `SharedTargets` and `SharedSampling` here give it what the batch of each call has. Calls join it
 when they first plan a step, and leave it when they end.
 """
 
@@ -58,7 +58,7 @@ class SharedDraft:
     def __init__(self, strategy: Candidates):
         self._strategy = strategy
         self._session: DraftSession | None = None
-        self._texts: SharedTexts
+        self._row_state: SharedRowState
         self._policy: PolicySession
         self.rows: list[RowSession] = []  # of the calls that take part
         self.planned: dict[RowSession, int] = {}  # how deep calls draft next; those that are not in `rows` join then
@@ -109,7 +109,7 @@ class SharedDraft:
         if self._session is None:
             self._session = self._started()
         elif changed:
-            self._texts.set_rows(self.rows)
+            self._row_state.set_rows(self.rows)
             self._session.keep_rows(kept)
             if new:
                 self._session.append_rows(len(new))
@@ -118,14 +118,14 @@ class SharedDraft:
     def _started(self) -> DraftSession:
         """A session of the strategy for the rows, with the settings of the first call, which all calls share."""
         first = self.rows[0].batch
-        self._texts = SharedTexts(self.rows)
+        self._row_state = SharedRowState(self.rows)
         # Calls choose how deep they draft: the session needs the latencies alone, to size its trees.
         self._policy = FixedDepth().start(first.call)
         self._policy.remembers = first.carries_over  # whether counts of earlier calls may be used
         self._policy.latency = first.latency
         target = SharedTargets(self.rows)
         sampling = SharedSampling(self.rows)
-        return self._strategy.start(DraftBatch(first.call, target, sampling, self._policy, self._texts))
+        return self._strategy.start(DraftBatch(first.call, target, sampling, self._policy, self._row_state))
 
     def _observe(self) -> None:
         """Pass the outcomes of a step on to the shared session; end it if none of its rows is active."""
@@ -185,8 +185,8 @@ class RowSession(DraftSession):
         self.is_active = False
 
 
-class SharedTexts:
-    """The `Texts` of several calls, whose steps append to them.
+class SharedRowState:
+    """The `RowState` of several calls, whose steps append to them.
 
     No row has ended here: the row of a call that ends leaves before the next draft.
     """
@@ -203,20 +203,20 @@ class SharedTexts:
         self.batch = len(rows)
         self.prompts = [text.prompts[0] for text in texts]
         self.generated = [text.generated[0] for text in texts]
-        self._texts = texts
+        self._row_state = texts
 
     @property
     def context_length(self) -> int:
-        return max(text.context_length for text in self._texts)
+        return max(text.context_length for text in self._row_state)
 
     def has_ended(self, row: int) -> bool:
         return False
 
     def last_token(self, row: int) -> int:
-        return self._texts[row].last_token(0)
+        return self._row_state[row].last_token(0)
 
     def pending(self) -> list[int]:
-        return [text.last_token(0) for text in self._texts]
+        return [text.last_token(0) for text in self._row_state]
 
 
 class SharedTargets:

@@ -1,7 +1,7 @@
 """What a draft session sees of a call: its rows, and what target, verification and policy know of them.
 
     interface         what it gives                     what implements it
-    Texts             prompts and generated tokens      GenerationState, SharedTexts
+    RowState          prompts and generated tokens      GenerationState, SharedRowState
     TargetView        hidden states, sizes of passes    Target, PackedTarget, SharedTargets
     DraftSampling     noise of draft tokens             VerificationSession, SharedSampling
 
@@ -24,7 +24,7 @@ from hf_specgen.depth.latency import LatencyModel, StepLatency
 from hf_specgen.verification.processors import ScoreProcessors
 
 
-class Texts(Protocol):
+class RowState(Protocol):
     """The rows of a draft: their tokens, which every step updates. The members are those of `GenerationState`."""
 
     @property
@@ -98,10 +98,10 @@ class DraftBatch:
         target: TargetView,
         verification: DraftSampling,
         policy: PolicySession,
-        state: Texts | None = None,
+        state: RowState | None = None,
     ):
         self.call = call
-        self.state: Texts = call.state if state is None else state
+        self.state: RowState = call.state if state is None else state
         self.model = cast(PreTrainedModel, call.model)
         self.target = target
         self._verification = verification

@@ -47,7 +47,7 @@ from hf_specgen.device_tree import (
     Selection,
     probability_of,
 )
-from hf_specgen.targets.cache import padded_width
+from hf_specgen.targets.cache import padded_tokens
 from hf_specgen.tree import TreeStructure, ancestors_of
 
 LEVELS_PER_SYNC = 4
@@ -235,7 +235,7 @@ class Growth:
     def best_padded(self, nodes: int) -> Selection:
         """The best nodes, at most so many, padded to the width of a captured pass; and the last level."""
         tree = self.best(nodes)
-        return Selection.of(tree.padded(padded_width(1 + tree.nodes) - 1), self._expansion_scores)
+        return Selection.of(tree.padded(padded_tokens(1 + tree.nodes) - 1), self._expansion_scores)
 
     def to_host(self) -> Snapshot:
         """Copy the probabilities of all candidates in one transfer; of a selection, all values of its nodes instead."""

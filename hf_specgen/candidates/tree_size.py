@@ -26,7 +26,7 @@ from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.growth import Growth, Snapshot
 from hf_specgen.depth.latency import CostCurve, DraftLatency, StepLatency, fastest
 from hf_specgen.device_tree import Floats
-from hf_specgen.targets.cache import padded_width
+from hf_specgen.targets.cache import padded_tokens
 
 MAX_NODES = 63
 """Maximum number of nodes of a row, which with its last token fill a pass of 64: beyond, each further node adds to the
@@ -275,7 +275,7 @@ def _levels_after_first(growth: Growth, k: int) -> int:
 @lru_cache(maxsize=64)
 def _target_seconds(target: CostCurve, rows: int, nodes: int, is_padded: bool) -> Floats:
     """Seconds of the target's pass by the nodes of each row, from 0 on."""
-    tokens = [padded_width(1 + count) if is_padded else 1 + count for count in range(nodes + 1)]
+    tokens = [padded_tokens(1 + count) if is_padded else 1 + count for count in range(nodes + 1)]
     return np.array([target.seconds_of(rows * count) for count in tokens])
 
 

@@ -18,7 +18,7 @@ from hf_specgen.heads.base import BoundHead, HeadInputs, HeadOutput
 from hf_specgen.heads.drafter import HeadDrafter, padded
 from hf_specgen.heads.head_text import FeatureSource, HeadText
 from hf_specgen.targets import masks
-from hf_specgen.targets.cache import padded_width
+from hf_specgen.targets.cache import padded_tokens
 from hf_specgen.targets.graphs import Capturable, graphs_of_call
 from hf_specgen.targets.passes import MAX_CAPTURED, CapturablePasses, DrafterInputs, LevelOutput, NewText
 
@@ -84,7 +84,7 @@ class EagleDrafter(HeadDrafter):
         batch, length = inputs.positions.shape
         if self._graphs is None or not self._graphs.is_active or length > MAX_CAPTURED or not self.cache.lengths:
             return super()._run(inputs)
-        width = padded_width(length)
+        width = padded_tokens(length)
         lengths = self.cache.lengths
         capacity = self._graphs.use_static_buffers(self.cache, width)
         if not capacity:
@@ -151,7 +151,7 @@ class EagleDrafter(HeadDrafter):
         hidden = frontier.gather_parents(self._hidden)
         position: Any = layout.starts + frontier.depth
         if isinstance(position, int):  # without an operation
-            position = _numbers(padded_width(1 + position), depths.device)[position]
+            position = _numbers(padded_tokens(1 + position), depths.device)[position]
         positions = position.expand(frontier.batch, new)
         mask = masks.full_mask(layout)[:, :, -new:]
         output = self._run(HeadInputs(embeddings, hidden, positions, mask))

@@ -281,7 +281,7 @@ def path_moves(starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> 
     One tensor, since each transfer is waited for; as many nodes as a power of two, so that there are few shapes. The
     pending token is copied onto itself in place of further ones.
     """
-    nodes = padded_width(max(len(path or ()) for path in paths))
+    nodes = padded_tokens(max(len(path or ()) for path in paths))
     sources, destinations = [], []
     for start, path in zip(starts, paths, strict=True):
         kept = path or ()
@@ -291,6 +291,6 @@ def path_moves(starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> 
     return torch.tensor([[[row] * nodes for row in range(len(paths))], sources, destinations])
 
 
-def padded_width(tokens: int) -> int:
+def padded_tokens(tokens: int) -> int:
     """The number of tokens that a captured pass over so many tokens is padded to: 1, 4, 8, 16, …"""
     return 1 if tokens == 1 else max(4, 1 << (tokens - 1).bit_length())

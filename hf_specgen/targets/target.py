@@ -17,7 +17,7 @@ from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.device_tree import Frontier, PassTree
 from hf_specgen.targets.attention import without_cudnn_attention
-from hf_specgen.targets.cache import padded_width
+from hf_specgen.targets.cache import padded_tokens
 from hf_specgen.targets.graphs import CallGraphs, graphs_of_call, is_captured
 from hf_specgen.targets.inputs import CallInputs, PreparedCall, call_cache
 from hf_specgen.targets.masks import StepMasks, fixed_mask
@@ -197,7 +197,7 @@ class Target:
 
     def pass_shape(self, tokens: int) -> tuple[int, int]:
         """How many rows, and tokens of each, a pass over so many tokens of each row computes."""
-        return len(self.rows), tokens if self._active_graphs is None else padded_width(tokens)
+        return len(self.rows), tokens if self._active_graphs is None else padded_tokens(tokens)
 
     def last_states(self, aux_layers: Sequence[int]) -> torch.Tensor:
         """The hidden states that chose the last tokens, see `HiddenStateTarget`."""
@@ -236,7 +236,7 @@ class Target:
                 return self._eager_pass(module, step)
         # A captured pass has one of few widths; the padding is cut off from its outputs and the cache.
         new = 1 + step.tree.nodes - cached
-        padding = padded_width(new) - new
+        padding = padded_tokens(new) - new
         if padding:
             padded = {name: pad(values, (0, padding)) for name, values in step.inputs.items()}
             step = step._replace(tree=step.tree.padded(step.tree.nodes + padding), inputs=padded)

@@ -51,7 +51,7 @@ def test_masks_agree_with_the_reference(kind: str, step: tuple, size: int) -> No
     mask = {"full": full_mask, "window": sliding_mask, "chunk": chunked_mask}[kind]
     limits = {} if kind == "full" else {kind: size}
     slow = [
-        reference.row_mask(length, tree, fast.width, visible and visible[row], **limits)
+        reference.row_mask(length, tree, fast.num_slots, visible and visible[row], **limits)
         for row, (length, tree) in enumerate(zip(lengths, parents, strict=True))
     ]
     assert mask(fast, *limits.values())[:, 0].int().tolist() == slow

@@ -18,7 +18,7 @@ from hf_specgen.candidates.one_pass import Ranked, best_combinations
 from hf_specgen.candidates.tree_size import FastestTreeSizer, FixedTreeSizer, TreeSizer
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.device_tree import DeviceTree, Frontier
-from hf_specgen.targets.cache import padded_width
+from hf_specgen.targets.cache import padded_tokens
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import perturbed
 from hf_specgen.verification.processors import ScoreProcessors
@@ -235,7 +235,7 @@ def test_fastest_size_of_grown_trees_no_other_number_of_nodes_is_faster(
     rates = []
     for count in range(max(map(len, probability)) + 1):
         tokens = len(probability) + sum(sum(row[:count]) for row in probability)
-        width = padded_width(1 + count) if is_padded else 1 + count
+        width = padded_tokens(1 + count) if is_padded else 1 + count
         rows = max(len(probability), pass_rows)
         rates.append(tokens / (latency.target.seconds_of(float(rows * width)) + drafting))
     sizer = FastestTreeSizer(latency, len(probability), pass_rows, is_padded=is_padded)
