@@ -186,10 +186,7 @@ class _PromptCall(Speculation):
 
     @property
     def is_joinable(self) -> bool:
-        """Whether the common target can process the row.
-
-        And no stateful processor or criterion of the caller would receive several texts alternately.
-        """
+        """Whether the common target can process the row; not if a stateful function would see texts alternately."""
         target = self.loop.target
         if self.loop.verification.processors.stateful or self.loop.outputs.criteria.reads_scores:
             return False
@@ -300,8 +297,7 @@ class _Batch:
     def _admit(self, calls: Iterator[_PromptCall], max_rows: int) -> Iterator[Completion]:
         """Prefill waiting prompts until `max_rows` calls run; stops at a prompt that fails.
 
-        Yields the calls that completed meanwhile: those that share no passes, and those that ended with their first
-        token.
+        Yields calls that completed meanwhile: those that share no passes, and those that ended with their first token.
         """
         while self._failure is None and len(self._calls) < max_rows:
             try:

@@ -149,9 +149,8 @@ class PackedSteps:
         gains_of_requests = list[tuple[float, int]]()
         for index, (_, request) in enumerate(self._step):
             nodes = len(request.tree.parents[0])
-            probability: Sequence[float] = [1.0] * nodes  # without estimates all nodes count as certain
-            if request.tree.probability:
-                probability = request.tree.probability[0][:nodes]
+            # Without estimates all nodes count as certain.
+            probability = request.tree.probability[0][:nodes] if request.tree.probability else [1.0] * nodes
             gains_of_requests += [(gain, index) for gain in probability]
         # The nodes of a tree are in descending order already: of each tree the first ones are counted.
         ranked = sorted(gains_of_requests, key=lambda gain_and_index: -gain_and_index[0])[:most]
@@ -209,8 +208,7 @@ class PackedSteps:
             positions[first:end] = cached + depths
             for layer_type, mask in masks.items():
                 # Of these tokens as queries, and as the last keys of the request.
-                key_end = key_ends[layer_type]
-                block = mask[0, 0, first:end, key_end - num_logits : key_end]
+                block = mask[0, 0, first:end, key_ends[layer_type] - num_logits : key_ends[layer_type]]
                 block.masked_fill_(~ancestors, torch.finfo(mask.dtype).min)
         return indices, futures
 
@@ -259,9 +257,8 @@ class PackedSteps:
             if request.steps.state.has_ended(0):
                 self._finished(self._requests.pop(future.state.request_id).end())
         if self._seconds is not None:
-            self._shared.count_loss(
-                self._seconds[self._drafted], self._num_decoding + accepted, self._shared.tokens_per_pass
-            )
+            seconds = self._seconds[self._drafted]
+            self._shared.count_loss(seconds, self._num_decoding + accepted, self._shared.tokens_per_pass)
         transformers_batching.move_slots(self._cache, moves)
         return last_tokens, last_logprobs if self._processor.return_logprobs else None
 

@@ -203,20 +203,20 @@ class SharedRowState:
         self.batch = len(rows)
         self.prompts = [text.prompts[0] for text in texts]
         self.generated = [text.generated[0] for text in texts]
-        self._row_state = texts
+        self._texts = texts
 
     @property
     def context_length(self) -> int:
-        return max(text.context_length for text in self._row_state)
+        return max(text.context_length for text in self._texts)
 
     def has_ended(self, row: int) -> bool:
         return False
 
     def last_token(self, row: int) -> int:
-        return self._row_state[row].last_token(0)
+        return self._texts[row].last_token(0)
 
     def pending(self) -> list[int]:
-        return [text.last_token(0) for text in self._row_state]
+        return [text.last_token(0) for text in self._texts]
 
 
 class SharedTargets:

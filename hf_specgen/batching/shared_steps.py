@@ -37,9 +37,7 @@ class SharedSteps:
         self.settings = replace(settings, start=start, policy=SharedDepth(settings.policy, self._loss))
         # For the rows and context of the present step; None if it was not measured, or no row decodes.
         self.latency: StepLatency | None = None
-        self.tokens_per_pass = list[
-            int
-        ]()  # tokens of each forward pass that drafters made for several calls in the step
+        self.tokens_per_pass = list[int]()  # of the passes that drafters made for several calls in the step
         self._rows = 0
         self._has_draft = False
 

@@ -7,7 +7,7 @@ the best nodes are selected, of which the host then takes as many as are to be v
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import repeat
 from math import log
@@ -23,7 +23,7 @@ from hf_specgen.candidates.level_tensors import LevelTensors
 from hf_specgen.device_tree import Selection
 from hf_specgen.targets.graphs import Capturable
 from hf_specgen.targets.masks import StepLayout
-from hf_specgen.targets.passes import CapturablePasses, DrafterInputs, Level, LevelOutput
+from hf_specgen.targets.passes import CapturablePasses, DrafterInputs, Level, LevelOutput, NewText
 from hf_specgen.tree import TreeStructure
 from hf_specgen.verification.base import perturbed
 from hf_specgen.verification.processors import ScoreProcessors
@@ -89,18 +89,10 @@ class CandidateProposer:
         return zeros.index_copy(-1, self.token_ids, probabilities)
 
 
-class TextInputs(NamedTuple):
-    """The tensors of `NewText`."""
-
-    tokens: torch.Tensor  # [batch, width], padded on the right
-    counts: torch.Tensor  # [batch] how many of them are no padding
-    features: torch.Tensor | None  # [batch, width, …]
-
-
 class LevelInputs(NamedTuple):
     """The tensors that the passes read besides the drafter's cache."""
 
-    text: TextInputs | None
+    text: NewText | None
     last_tokens: torch.Tensor  # [batch, 1] of the rows
     max_depths: torch.Tensor | None  # [batch, 1] of the trees; None if no level exceeds them
     tree_so_far: tuple[LevelTensors, ...]
@@ -138,11 +130,7 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
 
     def __call__(self, module: nn.Module, inputs: LevelInputs, cache: Any) -> Drafted:
         growth = Growth.from_level_tensors(
-            inputs.tree_so_far,
-            self.proposer.children,
-            last_tokens=inputs.last_tokens,
-            depths_on_device=inputs.max_depths,
-            final_constants=self.constants,
+            inputs.tree_so_far, self.proposer.children, inputs.last_tokens, inputs.max_depths, self.constants
         )
         states = inputs.states
         after_text = None
@@ -169,7 +157,7 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
             self._add(growth, logits, next(noise_by_pass))
         return Drafted(growth.level_tensors()[-1], growth.best_padded(self.nodes), states, after_text)
 
-    def _forward_text(self, module: nn.Module, text: TextInputs, inputs: LevelInputs, cache: Any) -> LevelOutput:
+    def _forward_text(self, module: nn.Module, text: NewText, inputs: LevelInputs, cache: Any) -> LevelOutput:
         """Run on new text; returns the values of each row's last token alone, `[batch, 1, …]`.
 
         The text is padded on the right. Later passes overwrite the padding in the cache.
@@ -214,13 +202,11 @@ def add_captured_levels(
         noise = noise[..., proposer.token_ids]  # of the draft vocabulary
     lengths = capturable.cache.lengths  # of the rows before
     text = capturable.text
-    text_inputs = None
-    text_counts: Sequence[int] = [0] * len(lengths)
+    text_counts = [0] * len(lengths)
     states = capturable.states
     new_slots = num_passes * width  # that the function writes after each row
     if text is not None:
-        text_counts = text.counts
-        text_inputs = TextInputs(text.tokens, torch.tensor(text_counts), text.features)
+        text_counts = text.counts.tolist()
         states = None  # the pass over the text returns them
         new_slots += text.tokens.shape[1]  # padding included
     capacity = capturable.graphs.use_static_buffers(capturable.cache, new_slots)
@@ -230,7 +216,7 @@ def add_captured_levels(
     if visible is not None:  # the mask has every slot of the buffers
         visible = pad(visible, (0, capacity - visible.shape[1]), value=True)
     inputs = LevelInputs(
-        text_inputs,
+        text,
         growth.last_tokens,
         growth.max_depths_on_device,
         growth.level_tensors(),
@@ -241,8 +227,7 @@ def add_captured_levels(
     )
     constants = growth.constants_after(num_passes, width)
     function = CapturedLevels(num_passes, width, nodes, proposer, capturable.level, constants)
-    graphs = capturable.graphs
-    drafted: Drafted | None = graphs.run(function, inputs, capturable.cache, new_slots, fallback=lambda: None)
+    drafted = capturable.graphs.run(function, inputs, capturable.cache, new_slots, fallback=lambda: None)
     if drafted is None:
         return None
     growth.extend(drafted.levels, drafted.selection)

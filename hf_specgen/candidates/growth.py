@@ -164,10 +164,7 @@ class Growth:
         return Frontier(tokens, self.levels, self.expanded, self.children == 1, self._ancestors, depths, parent_index)
 
     def structure(self) -> TreeStructure:
-        """Depths of all expanded nodes, and ancestors of the last frontier, chains included.
-
-        For captured functions, hence from `constants`, which must live as long as a graph.
-        """
+        """Depths of expanded nodes, ancestors of the last frontier, from `constants`, which live as long as a graph."""
         depths = self.constants.depths[: 1 + self.expanded].expand(len(self.max_depths), -1)
         return TreeStructure(depths, self._ancestors.matrix)
 
@@ -266,9 +263,7 @@ class Growth:
         return tree
 
     def best_with_expanded(self, nodes: int, expanded_first: bool) -> tuple[DeviceTree, Tensor]:
-        """Trees of all expanded nodes and the most probable others.
-
-        With `[rows, nodes]` the expansion index of each node's parent (0: the root).
+        """Trees of all expanded nodes and the most probable others; with each parent's expansion index (0: the root).
 
         Args:
             nodes: how many nodes at most, but at least `expanded`.

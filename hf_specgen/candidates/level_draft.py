@@ -75,9 +75,8 @@ class LevelDraft(Generic[T]):
             self._begin(capturable.device)
             if self._expand_first(capturable):
                 return
-            logits = self._drafter.forward_text(self._text)[:, None]
-        else:
-            logits = self._drafter.forward_text(self._text)[:, None]
+        logits = self._drafter.forward_text(self._text)[:, None]
+        if capturable is None:
             self._can_capture = self._drafter.capturable_passes() is not None  # further levels alone
             self._begin(logits.device, draft_vocab=logits.shape[-1])
         self._add(logits)
@@ -136,15 +135,8 @@ class LevelDraft(Generic[T]):
         # By row, the index of the generated token that each level proposes: one deeper each.
         first = [len(generated) + growth.levels for generated in self._batch.state.generated]
         token_indices = [list(range(index, index + levels)) for index in first]
-        drafted = add_captured_levels(
-            growth,
-            plan.num_passes,
-            width=plan.expansion_width,
-            nodes=self._sizer.max_nodes,
-            capturable=capturable,
-            proposer=self._proposer,
-            noise=self._batch.draft_noise(token_indices, growth.device),
-        )
+        noise = self._batch.draft_noise(token_indices, growth.device)
+        drafted = add_captured_levels(growth, *plan, self._sizer.max_nodes, capturable, self._proposer, noise)
         if drafted is not None:
             capturable.store_levels(drafted.states, growth.expanded)
         return drafted

@@ -77,8 +77,7 @@ def _ranked(batch: DraftBatch, predicted: DepthLogits, ranks: int) -> tuple[Dept
     if batch.wants_q or batch.score_processors.reads_scores:
         scores = finite(scores)
     scores = batch.score_processors(scores, candidates is None)
-    first = [len(generated) for generated in batch.state.generated]
-    token_indices = [range(index, index + scores.shape[1]) for index in first]
+    token_indices = [range(len(row), len(row) + scores.shape[1]) for row in batch.state.generated]
     draft_scores = batch.draft_scores(scores, token_indices, candidates)
     probability, index = draft_scores.softmax(dim=-1).topk(min(ranks, draft_scores.shape[-1]))
     if batch.wants_q:
@@ -102,9 +101,7 @@ def _ranked(batch: DraftBatch, predicted: DepthLogits, ranks: int) -> tuple[Dept
     return DepthLogits(scores, candidates), list(map(Ranked, tokens, values, previous_index))
 
 
-def best_combinations(
-    ranked: Ranked, max_depth: int, sizer: TreeSizer, is_sampled: bool = False
-) -> SearchTree[NodePlace]:
+def best_combinations(ranked: Ranked, k: int, sizer: TreeSizer, is_sampled: bool = False) -> SearchTree[NodePlace]:
     """The most probable tree of a row; tags are the places of its nodes.
 
     With `is_sampled` each group of siblings was drawn from q, and is in the tree once: had two branches the same draws,
@@ -125,7 +122,7 @@ def best_combinations(
             for token, value, index in zip(*(part[group].tolist() for part in ranked), strict=True):
                 yield token, value, NodePlace(*group, index)
 
-    return best_first(NodePlace(-1, 0, 0), children, max_depth, SearchLimits(sizer.max_nodes))
+    return best_first(NodePlace(-1, 0, 0), children, k, SearchLimits(sizer.max_nodes))
 
 
 def with_q(

@@ -35,6 +35,7 @@ MAX_CHILDREN = 8  # of a node
 MAX_EXPANSION_WIDTH = 8  # nodes of a row that are expanded in one pass
 MIN_GAIN = 0.001  # relative gain in expected tokens per second that a further pass of the drafter must have
 MIN_NODE_PROBABILITY = 0.001  # least path probability of a node that a search adds
+PathProbabilities = Sequence[Sequence[float]]  # of each row, in descending order
 
 
 class Plan(NamedTuple):
@@ -59,9 +60,7 @@ class TreeSizer(ABC):
         """The next passes; None if the trees are large enough. No draft is deeper than `k`."""
         if max(growth.max_depths) <= growth.levels:
             return None
-        plan = None
-        if not growth.expanded:  # `first` may plan without a synchronization
-            plan = self.first(growth, k)
+        plan = None if growth.expanded else self.first(growth, k)  # which may plan without a synchronization
         return plan or self._plan_next(growth, k)
 
     @abstractmethod
@@ -76,13 +75,11 @@ class TreeSizer(ABC):
         """How many nodes of each row are verified."""
 
     @abstractmethod
-    def num_verified_of(
-        self, probability: Sequence[Sequence[float]], draft_seconds: float = 0.0, is_sampled: bool = False
-    ) -> int:
+    def num_verified_of(self, paths: PathProbabilities, draft_seconds: float = 0.0, is_sampled: bool = False) -> int:
         """How many nodes of each row are verified, of trees that the drafter does not extend any more.
 
         Args:
-            probability: path probabilities of each row, in descending order.
+            paths: of the nodes of each row.
             draft_seconds: what the drafter has taken.
             is_sampled: take the first local maximum: whether a node is verified then depends on no node after it, as
                 rejection sampling requires.
@@ -122,9 +119,7 @@ class FixedTreeSizer(TreeSizer):
     def num_verified(self, growth: Growth) -> int:
         return self.max_nodes if self.children > 1 else max(1, *growth.max_depths)
 
-    def num_verified_of(
-        self, probability: Sequence[Sequence[float]], draft_seconds: float = 0.0, is_sampled: bool = False
-    ) -> int:
+    def num_verified_of(self, paths: PathProbabilities, draft_seconds: float = 0.0, is_sampled: bool = False) -> int:
         return self.max_nodes
 
 
@@ -246,10 +241,8 @@ class FastestTreeSizer(TreeSizer):
         probability = self._estimator.scaled(self._snapshot.probability[:, : self.max_nodes])
         return self.num_verified_of(probability.tolist(), self._draft_seconds)
 
-    def num_verified_of(
-        self, probability: Sequence[Sequence[float]], draft_seconds: float = 0.0, is_sampled: bool = False
-    ) -> int:
-        gains = probability[0] if len(probability) == 1 else map(sum, zip_longest(*probability, fillvalue=0.0))
+    def num_verified_of(self, paths: PathProbabilities, draft_seconds: float = 0.0, is_sampled: bool = False) -> int:
+        gains = paths[0] if len(paths) == 1 else map(sum, zip_longest(*paths, fillvalue=0.0))
         tokens = np.cumsum([self._rows, *gains], dtype=float)[: len(self._target_seconds)]
         seconds = self._target_seconds[: len(tokens)] + draft_seconds
         if is_sampled:

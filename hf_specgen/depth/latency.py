@@ -139,10 +139,7 @@ class StepLatency(NamedTuple):
     draft: DraftLatency
 
     def per_row(self, rows: int, drafts_together: bool) -> StepLatency:
-        """The latencies divided by `rows`, for one of the rows that share passes of the target.
-
-        And of the drafter, if they draft together.
-        """
+        """The latencies divided by `rows`, for one row of a shared pass; of the drafter if `drafts_together`."""
         seconds = tuple(self.target.seconds_of(rows * q) / rows for q in self.target.queries)
         target = replace(self.target, seconds=seconds, batch=1)
         if not drafts_together:

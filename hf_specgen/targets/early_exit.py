@@ -20,6 +20,7 @@ from hf_specgen.device_tree import PassTree
 from hf_specgen.targets.hooks import thread_hooks
 from hf_specgen.targets.inputs import PreparedCall
 from hf_specgen.targets.model_parts import decoder, decoder_layers, keeps_state, sharing_copy, with_part
+from hf_specgen.targets.row_layout import scatter_rows
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
@@ -71,8 +72,8 @@ class EarlyExitTarget(Target):
                 f"the layers of {type(self.model).__name__} pass on a state of shape {shape} instead of one vector for "
                 "each token"
             )
-        self._states.append(self._layout.scatter(state, tree.batch))
-        return self._states[-1], self._layout.scatter(outputs.logits, tree.batch) if with_logits else None
+        self._states.append(scatter_rows(state, self.rows, tree.batch))
+        return self._states[-1], scatter_rows(outputs.logits, self.rows, tree.batch) if with_logits else None
 
     def forward(self, tree: DraftTree, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor:
         """`Target.forward` from the states that drafting has kept, of the first nodes of the tree in their order."""
@@ -91,7 +92,7 @@ class EarlyExitTarget(Target):
         inputs = {"input_ids": tree.step_tokens(pending, self.device)}
         logits = self._run(self._late.model, tree, inputs, active).logits
         self._late.left_out[-1].returned = None
-        return self._layout.scatter(logits, tree.batch)
+        return scatter_rows(logits, self.rows, tree.batch)
 
 
 def divisible_layers(model: PreTrainedModel, exit_layer: int) -> nn.ModuleList:

@@ -215,7 +215,7 @@ class ModuleGraphs:
 
 @dataclass(frozen=True)
 class CallGraphs:
-    """The captured functions of a module, as one call uses them.
+    """The captured functions of a module as one call uses them.
 
     The mode "graphs" captures a function when it first runs with inputs of a shape, and raises if that fails. "auto"
     captures it after `EAGER_PASSES` runs, or at once with `capture_now`, and goes on eagerly if that fails.

@@ -190,15 +190,15 @@ class ModelLevel(LayoutPass):
 class NewText(NamedTuple):
     """Tokens that a drafter has not processed, `counts` of each row."""
 
-    counts: Sequence[int]
+    counts: torch.Tensor  # [batch]
     tokens: torch.Tensor  # [batch, width], padded on the right
     features: torch.Tensor | None = None  # [batch, width, …] what a head reads with them
 
     @classmethod
     def of(cls, texts: Sequence[Sequence[int]], features: torch.Tensor | None = None) -> NewText:
         """Of the tokens of each row, and features `[batch, longest, …]`; padded to a width of captured passes."""
-        counts = [len(text) for text in texts]
-        width = max(TEXT_WIDTH, padded_tokens(max(counts)))
+        counts = torch.tensor([len(text) for text in texts])
+        width = max(TEXT_WIDTH, padded_tokens(max(map(len, texts))))
         tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts])
         return cls(counts, tokens, None if features is None else pad(features, (0, 0, 0, width - features.shape[1])))
 

@@ -50,10 +50,6 @@ class RowLayout:
             return tree, inputs
         return tree.select(self.rows), {name: tensor[self.rows] for name, tensor in inputs.items()}
 
-    def scatter(self, values: torch.Tensor, batch: int) -> torch.Tensor:
-        """`[rows in the cache, …]` to `[batch, …]`, with zeros for rows that have been dropped."""
-        return scatter_rows(values, self.rows, batch)
-
     def positions(
         self, tree: PassTree, lengths: Sequence[int], active: Sequence[bool] | None, cached: int
     ) -> torch.Tensor:
@@ -94,10 +90,7 @@ class RowLayout:
         return limits
 
     def rows_to_keep(self, needed: Sequence[bool]) -> list[int] | None:
-        """The indices in the cache of the rows still needed.
-
-        None unless a quarter of the rows has ended, or half if at most four are left.
-        """
+        """The cache indices of needed rows; None unless a quarter has ended, or half if at most four are left."""
         indices = [index for index, row in enumerate(self.rows) if needed[row]]
         rows = len(self.rows)
         ended = len(self.rows) - len(indices)

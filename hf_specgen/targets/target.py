@@ -34,7 +34,7 @@ from hf_specgen.targets.passes import (
     TreePass,
 )
 from hf_specgen.targets.replay_queue import MAX_ROW_SKEW
-from hf_specgen.targets.row_layout import RowLayout
+from hf_specgen.targets.row_layout import RowLayout, scatter_rows
 from hf_specgen.targets.support import last_position, pass_capacity, slot_limit
 from hf_specgen.tree import DraftTree
 
@@ -110,10 +110,7 @@ class Target:
 
     @property
     def max_draft_tokens(self) -> float:
-        """How many draft tokens of a row the next pass can take.
-
-        Capacity-limited experts and compressed caches limit the tokens of a pass.
-        """
+        """How many draft tokens of a row the next pass takes: limited by capacity of experts and compressed caches."""
         return min(self._pass_capacity, self.cache.max_pass_tokens) - 1
 
     @property
@@ -213,7 +210,7 @@ class Target:
 
     def _results(self, values: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
         """Values of a pass, `[present rows, tokens of the pass, …]`, as `[batch, tokens, …]` of the call's rows."""
-        return self._layout.scatter(values, batch)
+        return scatter_rows(values, self.rows, batch)
 
     def _set_lengths(self, generated: Sequence[int]) -> None:
         """Cut the cache of each row to the prompt and so many tokens after it."""
@@ -269,8 +266,8 @@ class Target:
             return eager_pass()
         function: CapturablePass = self._pass
         if step.cached:
-            # A pass over a growing tree: `TreePass` would need a graph per level, as its inputs have another shape in
-            # each. With mask and positions as inputs, all levels share one.
+            # A growing tree: the inputs of `TreePass` have another shape in each level, so that each would need a
+            # graph. With mask and positions as inputs, all levels share one.
             static_inputs: Any = self._arguments(step)
             static_inputs["attention_mask"] = fixed_mask(static_inputs["attention_mask"], len(tokens), capacity)
         else:
