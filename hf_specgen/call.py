@@ -224,10 +224,10 @@ class DraftingSettings:
 
     k: int = 64  # maximum depth of a draft
     key: tuple[str | int | float | bool, ...] = ("any",)  # see `Candidates.profile_key`
-    negligible_cost: bool = False  # whether drafting takes a negligible time
-    sizes_trees: bool = False  # whether the strategy sizes each draft: a policy then only decides whether to draft
+    negligible_draft_cost: bool = False  # whether drafting takes a negligible time
+    adaptive_tree: bool = False  # whether the strategy sizes each draft: a policy then only decides whether to draft
     name: str = ""  # the strategy as text, for log lines
-    has_free_drafts: bool = False  # whether some drafts take a negligible time, as in a combination with n-grams
+    has_negligible_cost_drafts: bool = False  # whether some drafts do, as in a combination with n-grams
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class StepRecord:
         return max((row.depth for row in self.rows if row is not None), default=0)
 
     @property
-    def passes(self) -> Sequence[int]:
+    def tokens_per_pass(self) -> Sequence[int]:
         """Tokens in each forward pass of the drafter; empty if no draft was requested."""
         if not self.has_draft:
             return ()
@@ -176,7 +176,7 @@ class Statistics(Counts):
         rows: the steps of each row, in order.
         lengths: generated tokens of each row in the output, including the first token, from the prefill.
         seconds: wall time in `prefill`, `draft`, `forward`, `verify`, `policy` (choosing draft depths), `total`.
-        passes: the steps of the batch, in order, with their forward passes.
+        batch_steps: the steps of the batch, in order, with their forward passes.
         strategy: what drafted, as a Python expression.
 
     Example:
@@ -190,7 +190,7 @@ class Statistics(Counts):
     rows: list[list[RowStep]]
     lengths: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
-    passes: list[StepRecord] = field(default_factory=list)
+    batch_steps: list[StepRecord] = field(default_factory=list)
     strategy: str = ""
 
     def _counted(self) -> Iterable[tuple[RowStep, int]]:
@@ -229,8 +229,8 @@ class Statistics(Counts):
         """Both calls together: the rows of the second call follow those of the first."""
         names = {**self.seconds, **other.seconds}
         seconds = {name: self.seconds.get(name, 0.0) + other.seconds.get(name, 0.0) for name in names}
-        passes = self.passes + other.passes
-        return Statistics(self.rows + other.rows, self.lengths + other.lengths, seconds, passes, self.strategy)
+        batch_steps = self.batch_steps + other.batch_steps
+        return Statistics(self.rows + other.rows, self.lengths + other.lengths, seconds, batch_steps, self.strategy)
 
     def row(self, index: int) -> Statistics:
         """The statistics of one row alone; times and forward passes are those of the whole batch."""

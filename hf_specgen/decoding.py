@@ -44,8 +44,8 @@ from hf_specgen.verification.result import TopTokens
 STEP_PARTS = ("draft", "forward", "verify")  # parts of a call's wall time that make up the latency of a step
 
 
-class Scorer(TargetView, Protocol):
-    """The target as `DecodingSteps` use it: limits of drafts, and what `Target` does after a pass of the caller.
+class DecodingTarget(TargetView, Protocol):
+    """What `DecodingSteps` need from the target besides its passes: limits of drafts, a pass without one, the rollback.
 
     Attributes:
         first_positions: the position of each row's first generated token.
@@ -73,7 +73,7 @@ class StepOutputs(Protocol):
     """What receives the tokens of each step, as an `OutputCollector` does; without custom criteria these are None."""
 
     @property
-    def columns(self) -> int: ...
+    def emitted_positions(self) -> int: ...
     @property
     def criteria(self) -> CustomCriteria | None: ...
     @property
@@ -94,7 +94,7 @@ class DecodingSteps:
     def __init__(
         self,
         call: Call,
-        target: Scorer,
+        target: DecodingTarget,
         settings: Settings,
         make_outputs: Callable[[LogitsPipeline], StepOutputs],
         stack: ExitStack,
@@ -116,8 +116,8 @@ class DecodingSteps:
         start = settings.start or settings.candidates.start
         self.draft_session = start(batch)
         # The drafts of any strategy pass through these changes, in this order.
-        size = settings.candidates.tree
-        for change in (grammar_drafts(batch, size), leftmost_chains(batch)):
+        tree = settings.candidates.tree
+        for change in (grammar_drafts(batch, tree), leftmost_chains(batch)):
             if change is not None:
                 self.draft_session = WrappedSession(self.draft_session, change)
         stack.callback(self.draft_session.end)
@@ -132,13 +132,13 @@ class DecodingSteps:
                 f"model.config.vocab_size = {logits.shape[-1]}"
             )
         result = self._verify(DraftTree.empty(self.state.batch), logits, [True] * self.state.batch)
-        if self.draft_session.top_tokens:  # other drafters observe steps alone
+        if self.draft_session.top_tokens:  # other sessions observe decoding steps only
             self.draft_session.observe(result)
 
     def plan_step(self, may_draft: bool = True) -> None:
         """Choose the rows that take part in the next step, and how deep each of them drafts."""
         # Rows that have not ended, and are not too far ahead of the slowest row, which has just the emitted positions.
-        furthest = self.outputs.columns + min(self.verification.max_row_skew(), self.target.max_row_skew)
+        furthest = self.outputs.emitted_positions + min(self.verification.max_row_skew(), self.target.max_row_skew)
         texts = enumerate(self.state.generated)
         self._active = [not self.state.has_ended(row) and len(tokens) < furthest for row, tokens in texts]
         drafts = may_draft and not self.outputs.needs_plain_steps
@@ -158,7 +158,7 @@ class DecodingSteps:
         result = self._verify(tree, logits, self._active)
         self.draft_session.observe(result)
         outcomes = self.statistics.record(tree, result)
-        passes = self.draft_session.passes
+        passes = self.draft_session.tokens_per_pass
         with self.timer.part("policy"):
             seconds = self.timer.step
             self.timer.step = {}
@@ -179,7 +179,7 @@ class DecodingSteps:
             self.policy.observe(step)
             if self._monitor is not None:
                 self._monitor.observe(step)
-            self.statistics.passes.append(step)
+            self.statistics.batch_steps.append(step)
 
     def finished_statistics(self) -> Statistics:
         """The statistics of a call, completed."""
@@ -190,7 +190,7 @@ class DecodingSteps:
     def _end_verification(self) -> None:
         """End the session of the verification, also where Ctrl-C came before there were outputs."""
         if hasattr(self, "verification"):
-            self.verification.end(self.outputs.columns if hasattr(self, "outputs") else 0)
+            self.verification.end(self.outputs.emitted_positions if hasattr(self, "outputs") else 0)
 
     def _depths(self, may_draft: Sequence[bool]) -> list[int]:
         """How deep each row drafts: as the policy chooses, up to `k` and what the row can use."""
@@ -207,8 +207,8 @@ class DecodingSteps:
         state = self.state
         target = self.target
         # A prompt of embeddings has no columns in the text.
-        columns = max(state.prompt_length, *target.first_positions) + max(map(len, state.generated))
-        if columns + MAX_DRAFT_SLOTS > target.slot_limit:
+        text_length = max(state.prompt_length, *target.first_positions) + max(map(len, state.generated))
+        if text_length + MAX_DRAFT_SLOTS > target.slot_limit:
             return [0] * state.batch
         limits = []
         for row, tokens in enumerate(state.generated):
@@ -238,7 +238,7 @@ class DecodingSteps:
                 self.state.append(row, tokens)
             self.target.commit(result.paths)
             self.outputs.add(result)
-            self.verification.confirm(self.outputs.columns)
+            self.verification.confirm(self.outputs.emitted_positions)
         return result
 
 

@@ -25,10 +25,10 @@ from hf_specgen.tree import DraftTree, Parents, TreeStructure, chain_parents, id
 Floats = NDArray[np.floating[Any]]
 NO_NODE = -1e30
 """Log path probability of what is no node: padding, and candidates beyond a row's maximum depth or with NaN."""
-TOKEN, NUMBER, DEPTH, PARENT, PATH = range(5)
-"""The planes of the values of a tree: the token of each node, its number (0 for a row's last token, 1 for the node that
-was expanded first, and so on; negative, but not in chains, if it was not expanded), its depth, the number of its
-parent, and the logarithm of its path probability, which is `NO_NODE` for padding at the end of a row."""
+TOKEN, EXPANSION_INDEX, DEPTH, PARENT, PATH = range(5)
+"""The planes of the values of a tree: the token of each node, its expansion index (0 for a row's last token, 1 for the
+node that was expanded first, and so on; negative, but not in chains, if it was not expanded), its depth, the expansion
+index of its parent, and the logarithm of its path probability, which is `NO_NODE` for padding at the end of a row."""
 PLANES = 1 + PATH
 
 
@@ -154,7 +154,7 @@ class DeviceTree(DraftTree):
         structure: None for chains.
         includes_rejected: whether entries with path probability 0, which can never be accepted, keep their node index
             in rows that have a draft; the host reads their token as -1. Otherwise they are padding.
-        read: `values` in the host's memory, if the host has read them already.
+        host_values: `values` in the host's memory, if the host has read them already.
         selection: a selection that begins with the nodes of this tree; `padded` takes further nodes from it.
     """
 
@@ -164,7 +164,7 @@ class DeviceTree(DraftTree):
         tokens: torch.Tensor,
         structure: TreeStructure | None,
         includes_rejected: bool = False,
-        read: Floats | None = None,
+        host_values: Floats | None = None,
         selection: Selection | None = None,
     ):
         super().__init__(tokens[:, 1:], None)
@@ -174,7 +174,7 @@ class DeviceTree(DraftTree):
         self._values = values
         self._inputs = tokens
         self._selection = selection
-        self._read_values = read
+        self._host_values = host_values
         self._host_tree: HostTree | None = None
         self._arriving: tuple[torch.Tensor, torch.cuda.Event] | None = None  # a copy, and when it is complete
 
@@ -188,7 +188,7 @@ class DeviceTree(DraftTree):
 
     @property
     def node_values(self) -> list[Any]:
-        """For each row `[nodes, PATH]` integers: token, number, depth and parent's number of each node."""
+        """For each row `[nodes, PATH]` integers: token, expansion index, depth and expansion index of the parent."""
         return self._on_host().values
 
     def structure(self) -> TreeStructure:
@@ -201,7 +201,7 @@ class DeviceTree(DraftTree):
         return self._on_host().tokens
 
     def read_with(self, chosen: torch.Tensor) -> list[list[int]]:
-        is_read = self._host_tree is not None or self._read_values is not None
+        is_read = self._host_tree is not None or self._host_values is not None
         if is_read or chosen.device != self.tokens.device:
             return super().read_with(chosen)
         return self._on_host(chosen).chosen
@@ -239,7 +239,7 @@ class DeviceTree(DraftTree):
 
     def start_reading(self) -> None:
         """Let a GPU copy the tree to the host, which then can read it during the target's pass."""
-        if self._values.is_cuda and self._read_values is None:
+        if self._values.is_cuda and self._host_values is None:
             host = torch.empty_like(self._values, device="cpu", pin_memory=True).copy_(self._values, non_blocking=True)
             self._arriving = host, torch.cuda.current_stream(self._values.device).record_event()
 
@@ -252,8 +252,8 @@ class DeviceTree(DraftTree):
 
     def _transferred(self, chosen: torch.Tensor | None) -> tuple[Floats, list[list[int]]]:
         """The values and chosen tokens in the host's memory, by one transfer; token ids below 2**24 are exact."""
-        if self._read_values is not None:
-            return self._read_values, []
+        if self._host_values is not None:
+            return self._host_values, []
         if self._arriving is not None and chosen is None:
             copy, arrival = self._arriving
             arrival.synchronize()
@@ -282,21 +282,21 @@ class Selection(NamedTuple):
     path probabilities of the last level, which is expanded next.
     """
 
-    read: torch.Tensor  # [batch, PLANES * width + last level]
+    flat: torch.Tensor  # [batch, PLANES * width + last level]
     tokens: torch.Tensor  # [batch, width] integers, of each row's last token and the nodes
     structure: TreeStructure | None  # None for chains
 
     @classmethod
     def of(cls, tree: DeviceTree, last_level: torch.Tensor) -> Selection:
         """Of all nodes of a tree, and the log path probabilities of the last level."""
-        read = torch.cat([tree._values.flatten(1), last_level], dim=1)
-        return cls(read, tree._inputs, tree._structure)
+        flat = torch.cat([tree._values.flatten(1), last_level], dim=1)
+        return cls(flat, tree._inputs, tree._structure)
 
-    def split(self, read: Any) -> tuple[Any, Any]:
-        """Split `read`, a tensor or its copy as an array: `[batch, PLANES, width]` values, and the last level."""
+    def split(self, flat: Any) -> tuple[Any, Any]:
+        """Split `flat`, a tensor or its copy as an array: `[batch, PLANES, width]` values, and the last level."""
         batch, width = self.tokens.shape
         size = PLANES * width
-        return read[:, :size].reshape(batch, PLANES, width), read[:, size:]
+        return flat[:, :size].reshape(batch, PLANES, width), flat[:, size:]
 
     def first(self, nodes: int, values: Any = None) -> DeviceTree:
         """The tree of the first `nodes` nodes; `values` is the first result of `split` if the host has read it."""
@@ -304,9 +304,9 @@ class Selection(NamedTuple):
         structure = self.structure
         if structure is not None:
             structure = TreeStructure(structure.depths[:, :width], structure.ancestors[:, :width, :width])
-        on_device = self.split(self.read)[0][:, :, :width]
-        read = None if values is None else values[:, :, :width]
-        return DeviceTree(on_device, self.tokens[:, :width], structure, read=read, selection=self)
+        on_device = self.split(self.flat)[0][:, :, :width]
+        host_values = None if values is None else values[:, :, :width]
+        return DeviceTree(on_device, self.tokens[:, :width], structure, host_values=host_values, selection=self)
 
 
 def probability_of(logarithms: Floats) -> Floats:
@@ -335,9 +335,9 @@ class HostTree(NamedTuple):
         if is_chain:
             parents = tuple(chain_parents(size) for size in sizes)
         else:
-            is_parent = values[:, PARENT, 1:, None] == values[:, NUMBER, None]
-            # The parent is the node, or at index 0 the row's last token, with the parent's number.
-            index = (is_parent & (values[:, NUMBER, None] >= 0)).argmax(axis=2) - 1
+            is_parent = values[:, PARENT, 1:, None] == values[:, EXPANSION_INDEX, None]
+            # The parent is the node, or at index 0 the row's last token, with the parent's expansion index.
+            index = (is_parent & (values[:, EXPANSION_INDEX, None] >= 0)).argmax(axis=2) - 1
             parents = tuple(tuple(row[:size]) for row, size in zip(index.tolist(), sizes, strict=True))
         tokens = np.where(is_node, values[:, TOKEN, 1:], -1).astype(int)
         probabilities = tuple(tuple(row[:size]) for row, size in zip(probability.tolist(), sizes, strict=True))

@@ -3,12 +3,12 @@
 A drafter has the passes, caches and states. `DrafterSession` owns it, turns its logits into draft tokens, and chooses
 which nodes are expanded and which are verified:
 
-    take         the text that the drafter has not processed
-      read         its pass: logits after each row's last token        a pass a level: draft models, EAGLE, MTP,
-      expand       a pass over nodes: logits after each of them        Hydra, Gemma 4, early exit
+    take              the text that the drafter has not processed
+      forward_text    its pass: logits after each row's last token    a pass a level: draft models, EAGLE, MTP, Hydra,
+      forward_nodes   a pass over nodes: logits after each of them    Gemma 4, early exit
     or
-      read_depths  its pass: logits of all depths                      one pass: Medusa, P-EAGLE, DFlash, DSpark, PARD
-    commit       the nodes that the target accepted, after the verification
+      forward_depths  its pass: logits of all depths                  one pass: Medusa, P-EAGLE, DFlash, DSpark, PARD
+    commit            the nodes that the target accepted, after the verification
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from hf_specgen.device_tree import Frontier
 from hf_specgen.targets.passes import CapturablePasses
 
 
-class Text(Protocol):
-    """What is new in the texts of the rows, in the form that a drafter reads."""
+class UncachedInput(Protocol):
+    """What is new in the texts of the rows, in the form that a drafter processes."""
 
     @property
     def depths(self) -> Sequence[int]:
         """How deep each row's draft can be at most; 0 for a row that does not draft."""
 
     @property
-    def passes(self) -> Sequence[int]:
+    def tokens_per_pass(self) -> Sequence[int]:
         """Tokens, over all rows, of each pass that processes the text; without the drafter's prefill."""
 
 
-T = TypeVar("T", bound=Text)
+T = TypeVar("T", bound=UncachedInput)
 
 
 class DepthLogits(NamedTuple):
@@ -49,13 +49,13 @@ class DepthLogits(NamedTuple):
 
 
 class Drafter(ABC, Generic[T]):
-    """Base class of drafters. A subclass has `take`, and either `read` and `expand`, or `read_depths`.
+    """Base class of drafters. A subclass has `take`, and `forward_text` and `forward_nodes`, or `forward_depths`.
 
     What the other methods do by default is right for drafters that keep nothing from draft to draft.
     """
 
     max_depth: float = inf  # how many tokens deep a draft can be
-    is_one_pass: bool = False  # whether all depths are drafted in one pass, by `read_depths`
+    is_one_pass: bool = False  # whether all depths are drafted in one pass, by `forward_depths`
     rows_can_change: bool = False  # whether rows can join and leave between steps, by `keep_rows` and `append_rows`
     token_ids: torch.Tensor | None = None
     """`[draft vocab]` the target's token id of each logit; None if the logits are of all tokens in their order."""
@@ -63,7 +63,7 @@ class Drafter(ABC, Generic[T]):
     """Whether the nodes of a finished tree must begin with the expanded nodes, in the order of their expansion: where
     the verification reuses what the drafter computed for them (early exit)."""
     single_pass_tokens: int = 0
-    """Tokens of each row in the pass of `read`, if deeper levels need no further pass; 0 if each level does."""
+    """Tokens of each row in the pass of `forward_text`, if deeper levels need no further pass; 0 if each level does."""
 
     @abstractmethod
     def take(self, max_depths: Sequence[int]) -> T | None:
@@ -72,15 +72,15 @@ class Drafter(ABC, Generic[T]):
         Called once in every step, with zeros for rows that do not draft.
         """
 
-    def read(self, text: T) -> torch.Tensor:
+    def forward_text(self, text: T) -> torch.Tensor:
         """Process new text: `[batch, draft vocab]` logits after each row's last token."""
         raise NotImplementedError
 
-    def expand(self, frontier: Frontier) -> torch.Tensor:
+    def forward_nodes(self, frontier: Frontier) -> torch.Tensor:
         """Process the nodes of a frontier: `[batch, new, draft vocab]` logits after each of them."""
         raise NotImplementedError
 
-    def read_depths(self, text: T, depth: int) -> DepthLogits:
+    def forward_depths(self, text: T, depth: int) -> DepthLogits:
         """Process new text, and predict at least `depth` depths."""
         raise NotImplementedError
 
@@ -92,10 +92,10 @@ class Drafter(ABC, Generic[T]):
                 drafters that expand no nodes.
         """
 
-    def capture(self, text: T | None = None) -> CapturablePasses | None:
+    def capturable_passes(self, text: T | None = None) -> CapturablePasses | None:
         """What the session needs for several levels in one captured function; with `text`, a pass over it comes first.
 
-        None if these passes cannot be captured: then `read` and `expand` are used.
+        None if these passes cannot be captured: then `forward_text` and `forward_nodes` are used.
         """
         return None
 

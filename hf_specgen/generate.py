@@ -136,7 +136,7 @@ class Speculation:
                 loop.outputs.stream(input_ids.cpu())
                 return self.run(loop, stack)
             except UnrepeatableError:  # as if the call had not begun: so the random generator is set back to its start
-                loop.outputs.columns = 0
+                loop.outputs.emitted_positions = 0
                 undo()
                 raise
 

@@ -61,7 +61,7 @@ class OutputCollector:
         self._processors = processors
         self.criteria = criteria
         self._streamer = streamer
-        self.columns = 0  # that are emitted
+        self.emitted_positions = 0
         # Emitted columns `[batch, vocab]` by name, and those of each row that wait for other rows.
         self._kept: dict[str, list[torch.Tensor]] = {}
         if criteria.scores is not None:
@@ -99,12 +99,12 @@ class OutputCollector:
             self._emit_column()
         if self._state.all_stopped:
             for row, tokens in enumerate(self._state.generated):
-                if len(tokens) > self.columns:
-                    self._state.truncate(row, self.columns)
+                if len(tokens) > self.emitted_positions:
+                    self._state.truncate(row, self.emitted_positions)
 
     def output_ids(self) -> torch.Tensor:
         """`[batch, prompt + generated]` the ids that plain `generate` returns."""
-        return self._state.prefix(self._state.prompt_length + self.columns)
+        return self._state.prefix(self._state.prompt_length + self.emitted_positions)
 
     def returned(self, statistics: Statistics) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
         """Complete cache, scores and stream of a call whose rows have stopped; returns what `generate` returns.
@@ -131,15 +131,15 @@ class OutputCollector:
     def _column_is_complete(self) -> bool:
         state = self._state
         return all(
-            len(tokens) > self.columns or (stopped and state.pad_id is not None)
+            len(tokens) > self.emitted_positions or (stopped and state.pad_id is not None)
             for tokens, stopped in zip(state.generated, state.stopped, strict=True)
         )
 
     def _emit_column(self) -> None:
         """Emit the next column: keep its scores, call criteria and streamer, stop rows."""
         state = self._state
-        column = self.columns
-        self.columns += 1
+        column = self.emitted_positions
+        self.emitted_positions += 1
         for name, rows in self._waiting.items():
             blank = torch.zeros_like(next(row[0] for row in rows if row))  # of ended rows, until padding is processed
             self._kept[name].append(torch.stack([row.popleft() if row else blank for row in rows]))
@@ -147,17 +147,17 @@ class OutputCollector:
         has_padding = state.pad_id is not None and any(state.stopped)
         if has_padding and "scores" in self._kept and self.criteria.reads_scores:
             self._process_padding()
-        stops = self.criteria.stops(self.columns)
+        stops = self.criteria.stops(self.emitted_positions)
         tokens = [text[column] if column < len(text) else state.pad_id for text in state.generated]
         if self._streamer is not None:
             self.stream(torch.tensor(tokens))
-        at_length = state.prompt_length + self.columns >= state.max_length
+        at_length = state.prompt_length + self.emitted_positions >= state.max_length
         for row, text in enumerate(state.generated):
             if state.stopped[row] or not (stops[row] or at_length or tokens[row] in state.stop_ids):
                 continue
             state.stopped[row] = True
             if state.pad_id is not None:
-                state.truncate(row, min(len(text), self.columns))
+                state.truncate(row, min(len(text), self.emitted_positions))
 
     def _process_padding(self) -> None:
         """Cut the cache of ended rows to the output, process their padding up to the last column, add its scores."""
@@ -165,7 +165,7 @@ class OutputCollector:
         target = self._target.copy()  # which keeps what drafters read of the last step, in the middle of a call
         ends = [len(text) + padding for text, padding in zip(state.generated, self._processed_padding, strict=True)]
         target.rewind([end - 1 for end in ends])
-        missing = [max(0, self.columns - end) for end in ends]
+        missing = [max(0, self.emitted_positions - end) for end in ends]
         if not any(missing):
             return
         # An ended row was drafted for and verified with the others: its rejected nodes may have NaN states.
@@ -189,9 +189,9 @@ class OutputCollector:
     def _fill_in_scores(self, logits: torch.Tensor, missing: Sequence[int]) -> None:
         """Put the logits `[batch, padding, vocab]` of the last columns into rows where they are missing."""
         rows = torch.arange(len(missing), device=logits.device)
-        for column in range(self.columns - max(missing), self.columns):
+        for column in range(self.emitted_positions - max(missing), self.emitted_positions):
             # Which padding token of each row chose the column; negative for those that had not ended there.
-            offsets = [column - (self.columns - count) for count in missing]
+            offsets = [column - (self.emitted_positions - count) for count in missing]
             nodes = torch.tensor([max(offset, 0) for offset in offsets], device=logits.device)
             column_logits = logits[rows, nodes].to(self._state.device)
             values = {"logits": column_logits}

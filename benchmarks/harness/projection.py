@@ -51,24 +51,24 @@ def project(statistics: Statistics, latency: LatencyModel) -> Projection:
         >>> round(found.seconds, 3), found.plain_seconds, round(found.speedup, 2)
         (2.6, 6.0, 2.31)
     """
-    if not statistics.passes:
+    if not statistics.batch_steps:
         return Projection()
-    seconds = sum(step_seconds(step, latency) for step in statistics.passes)
+    seconds = sum(step_seconds(step, latency) for step in statistics.batch_steps)
     # Plain decoding takes as many steps as the longest row has tokens, and runs all rows in each of them.
     tokens = [sum(step.emitted for step in row) for row in statistics.rows]
-    rows = max(step.batch for step in statistics.passes)
+    rows = max(step.batch for step in statistics.batch_steps)
     plain_steps = max(tokens) if rows > 1 else sum(tokens)
-    plain_step = mean(latency.at(rows, step.context).target.seconds_of(rows) for step in statistics.passes)
+    plain_step = mean(latency.at(rows, step.context).target.seconds_of(rows) for step in statistics.batch_steps)
     return Projection(seconds, plain_steps * plain_step)
 
 
 def step_seconds(step: StepRecord, latency: LatencyModel) -> float:
     """The latency of one step, computed from its forward passes."""
     at = latency.at(step.batch, step.context)
-    drafting = at.drafter.draft(step.passes) if step.has_draft else 0.0
+    drafting = at.draft.draft_seconds(step.tokens_per_pass) if step.has_draft else 0.0
     return at.target.seconds_of(step.batch * step.tokens_per_row) + drafting
 
 
 def latency_for(candidates: Candidates, profile: LatencyModel) -> LatencyModel:
     """The profile with the drafter of a strategy; raises if it has none, unless the draft cost is negligible."""
-    return profile.select(str(candidates.profile_key()[0]), candidates.negligible_draft_cost)
+    return profile.for_drafter(str(candidates.profile_key()[0]), candidates.negligible_draft_cost)

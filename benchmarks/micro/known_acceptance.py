@@ -46,7 +46,7 @@ class KnownAnswers(Candidates):
 
 
 class _KnownAnswersSession(DraftSession):
-    passes = ()
+    tokens_per_pass = ()
 
     def __init__(self, settings: KnownAnswers, batch: DraftBatch):
         super().__init__(batch)

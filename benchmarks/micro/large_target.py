@@ -188,7 +188,7 @@ def _split_steps(setup: Setup, variant: Variant, quick: bool) -> dict[str, float
     before and after each of them, so that the rest includes what the first call overlaps.
     """
     statistics = [_call_statistics(setup, call) for call in _calls(setup, variant, quick)]
-    steps = sum(len(one.passes) for one in statistics)
+    steps = sum(len(one.batch_steps) for one in statistics)
     seconds = sum(one.seconds[part] for one in statistics for part in ("draft", "forward", "verify", "policy"))
     passes = [_pass_seconds(setup.model, call) for call in _calls(setup, variant, quick)]
     target, drafter = (sum(one[part] for one in passes) for part in (0, 1))

@@ -49,7 +49,7 @@ class Side:
         rows = ids[:, prompt["input_ids"].shape[1] :].tolist()
         self.tokens.extend(rows)
         candidates = self.arguments.get("candidate_generator")
-        self.steps.append(len(rows[0]) if candidates is None else len(candidates.speculation.passes))
+        self.steps.append(len(rows[0]) if candidates is None else len(candidates.speculation.batch_steps))
 
 
 def repeated_prompts(repeats: int, quick: bool) -> list[dict[str, Any]]:

@@ -143,7 +143,7 @@ def replaced_rows(repeats: int, quick: bool) -> list[dict[str, Any]]:
 
     def count_steps(rows: Tokens) -> Tokens:
         assert candidates.speculation is not None
-        steps.extend(candidates.speculation.passes)
+        steps.extend(candidates.speculation.batch_steps)
         return rows
 
     def batches() -> Tokens:

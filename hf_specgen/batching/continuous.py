@@ -48,7 +48,7 @@ class PackedRun:
 
 
 _run: ContextVar[PackedRun | None] = ContextVar("hf_specgen_packed_run", default=None)
-"""Of the `generate_batch` call that runs in this thread."""
+"""The run of the `generate_batch` call of this thread."""
 
 
 def generate_batch(

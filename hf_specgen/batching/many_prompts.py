@@ -139,7 +139,7 @@ def _checked_settings(candidate_generator: Any, arguments: dict[str, Any]) -> Se
     return settings
 
 
-def _cut_to_fastest_width(trees: list[DraftTree], latency: StepLatency | None) -> list[DraftTree]:
+def _cut_to_fastest_size(trees: list[DraftTree], latency: StepLatency | None) -> list[DraftTree]:
     """The trees, each cut to the same largest number of nodes: that with the most expected tokens per second.
 
     The pass computes as many tokens for every row as the largest draft has. Without this, n-grams have 0.94 of the
@@ -149,10 +149,10 @@ def _cut_to_fastest_width(trees: list[DraftTree], latency: StepLatency | None) -
         return trees
     rows = len(trees)
     probabilities = [tree.probability[0] for tree in trees if tree.probability]
-    gains = [sum(nodes) for nodes in zip_longest(*probabilities, fillvalue=0.0)]  # the sum over rows for node 0, 1, …
-    seconds = np.array([latency.target.seconds_of(rows * (1 + width)) for width in range(1 + len(gains))])
-    width = fastest_count(gains, rows, seconds)
-    return [tree.first_nodes(width) for tree in trees]
+    gains = [sum(by_row) for by_row in zip_longest(*probabilities, fillvalue=0.0)]  # the sum over rows for node 0, 1, …
+    seconds = np.array([latency.target.seconds_of(rows * (1 + nodes)) for nodes in range(1 + len(gains))])
+    nodes = fastest_count(gains, rows, seconds)
+    return [tree.first_nodes(nodes) for tree in trees]
 
 
 def _in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
@@ -186,10 +186,10 @@ class _PromptCall(Speculation):
 
     @property
     def is_joinable(self) -> bool:
-        """Whether the common target can process the row, and no function of the caller would see texts in turns."""
+        """Whether the common target can process the row; not if a stateful function would see texts alternately."""
         target = self.loop.target
         if self.loop.verification.processors.stateful or self.loop.outputs.criteria.reads_scores:
-            return False  # it may keep a state of its text
+            return False
         return target.is_joinable and not self.settings.candidates.target_requirements(target.model).reads_cache
 
     def run(self, loop: DecodingLoop, stack: ExitStack) -> torch.Tensor:
@@ -275,7 +275,7 @@ class _Batch:
     def run(self, calls: Iterator[_PromptCall], max_rows: int) -> Iterator[Completion]:
         """Complete all calls, of which `max_rows` are processed at a time."""
         try:
-            yield from self._begin(calls, max_rows)
+            yield from self._admit(calls, max_rows)
             while self._calls:
                 with self._decoding():
                     self._exchange_rows()
@@ -285,7 +285,7 @@ class _Batch:
                         if call.loop.outputs.shows_padding:  # the output may have a cache, of this row alone
                             call.target.leave(self._target, row)
                         yield self._completed(call)
-                yield from self._begin(calls, max_rows)
+                yield from self._admit(calls, max_rows)
             if self._failure is not None:
                 raise self._failure
         finally:
@@ -294,10 +294,10 @@ class _Batch:
             self.shared.close()
             report(self._candidates, self.statistics)
 
-    def _begin(self, calls: Iterator[_PromptCall], max_rows: int) -> Iterator[Completion]:
-        """Prefill the next prompts in place of answered ones, up to one that fails; yields completed ones.
+    def _admit(self, calls: Iterator[_PromptCall], max_rows: int) -> Iterator[Completion]:
+        """Prefill waiting prompts until `max_rows` calls run; stops at a prompt that fails.
 
-        A prompt that shares no passes is decoded here. Others can end with their first token.
+        Yields calls that completed meanwhile: those that share no passes, and those that ended with their first token.
         """
         while self._failure is None and len(self._calls) < max_rows:
             try:
@@ -334,7 +334,7 @@ class _Batch:
         loops = [call.loop for call in self._calls]
         self.shared.begin(loops, len(loops))
         drafts = self.shared.draft(loops, [True] * len(loops))
-        trees = _cut_to_fastest_width(drafts, self.shared.latency)
+        trees = _cut_to_fastest_size(drafts, self.shared.latency)
         begin = perf_counter()
         trees, logits = self._forward(loops, trees)
         seconds = perf_counter() - begin
@@ -363,13 +363,13 @@ class _Batch:
 
     def _count(self, loops: list[DecodingLoop], tokens_per_row: int) -> None:
         """Record the step for the statistics of all prompts, and count the loss of its drafts by the latency."""
-        records = [loop.statistics.passes[-1] for loop in loops]
+        records = [loop.statistics.batch_steps[-1] for loop in loops]
         # Passes of shared sessions are counted once; drafters with a session for each call made all of theirs.
-        passes = self.shared.passes or [tokens for record in records for tokens in record.passes]
+        passes = self.shared.tokens_per_pass or [tokens for record in records for tokens in record.tokens_per_pass]
         context = max(record.context for record in records)
         requested = [record.requested[0] for record in records]
         outcomes = [record.rows[0] for record in records]
-        self.statistics.passes.append(StepRecord(requested, outcomes, tokens_per_row, {}, passes, context))
+        self.statistics.batch_steps.append(StepRecord(requested, outcomes, tokens_per_row, {}, passes, context))
         if (latency := self.shared.latency) is not None:
             emitted = sum(outcome.emitted for outcome in outcomes if outcome is not None)
             self.shared.count_loss(latency.target.seconds_of(len(loops) * tokens_per_row), emitted, passes)

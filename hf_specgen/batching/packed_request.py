@@ -28,8 +28,8 @@ from hf_specgen.verification import VerificationResult
 
 
 @dataclass(frozen=True)
-class RequestSettings:
-    """What the requests of a batch processor have in common."""
+class RequestContext:
+    """What all requests of a batch processor share."""
 
     model: PreTrainedModel  # the target
     config: GenerationConfig  # of the manager
@@ -41,24 +41,24 @@ class RequestSettings:
 
 
 class PackedTarget:
-    """The target as the steps and the drafter of one request see it: a `Scorer` whose passes are packed steps.
+    """The target as the steps and the drafter of one request see it: a `DecodingTarget` whose passes are packed steps.
 
     The cache is that of Transformers, which `PackedSteps` rolls back. The hidden states and the accepted path of each
     step are kept here.
     """
 
-    def __init__(self, shared: RequestSettings, prompt_length: int):
-        self.device = compat.input_device(shared.model)
+    def __init__(self, context: RequestContext, prompt_length: int):
+        self.device = compat.input_device(context.model)
         self.rows = [0]
         self.first_positions = (prompt_length,)
-        self.last_position = shared.last_position
-        self.verifies_chains_only = shared.verifies_chains_only
+        self.last_position = context.last_position
+        self.verifies_chains_only = context.verifies_chains_only
         # A `Target` may have these limits, packed steps do not.
         self.slot_limit = UNLIMITED
         self.max_draft_tokens = inf
         self.max_row_skew = inf
         self.path: Sequence[int] = ()  # the accepted nodes of the last step
-        self._step_states = StepStates(tuple(shared.aux_layers))
+        self._step_states = StepStates(tuple(context.aux_layers))
         self._prompt_states: list[torch.Tensor] = []  # of each chunk of the prompt so far; empty after the prefill
 
     def pass_shape(self, tokens: int) -> tuple[int, int]:
@@ -69,33 +69,33 @@ class PackedTarget:
             "a draft token has states that are not finite; leave candidate_generator= out of generate_batch()"
         )
 
-    def receive(self, states: Sequence[torch.Tensor], slots: int) -> None:
+    def receive(self, states: Sequence[torch.Tensor], num_logits: int) -> None:
         """Receive the hidden states `[1, tokens, hidden]` of the request's tokens in a packed step, by captured layer.
 
-        `slots` is how many of these tokens have logits: the pending token and the draft, or the last token of a prompt;
-        0 if the prompt continues in a later step.
+        `num_logits` is how many of these tokens have logits: the pending token and the draft, or the last token of a
+        prompt; 0 if the prompt continues in a later step.
         """
         if not states:
             return
-        has_prompt = any(self._step_states.kept)  # a step was committed
+        has_prompt = any(self._step_states.kept)  # the prefill was committed
         if not has_prompt:
             # A chunk of the prompt. Layer -1, the input of the output matrix, may have fewer tokens than others: those
             # with logits. All layers are cut to these.
             self._prompt_states.append(_last_states(states, min(layer.shape[1] for layer in states)))
-            if slots:  # the last chunk
+            if num_logits:  # the last chunk
                 self._step_states = self._step_states.after_prefill(torch.cat(self._prompt_states, dim=1))
                 self._prompt_states = []
-        elif slots:
+        elif num_logits:
             # A draft, or the last chunk of a text that is processed again, as the request was evicted from the cache:
             # the states of the tokens before are known.
-            self._step_states = self._step_states.after_pass(_last_states(states, slots))
+            self._step_states = self._step_states.after_pass(_last_states(states, num_logits))
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         self.path = paths[0] or []
         if self._step_states.layers:
             self._step_states = self._step_states.after_commit(paths)
 
-    def states_of(self, aux_layers: Sequence[int]) -> torch.Tensor:
+    def last_states(self, aux_layers: Sequence[int]) -> torch.Tensor:
         return self._step_states.last_of(aux_layers)
 
     def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:
@@ -117,7 +117,7 @@ class RequestOutputs:
         self._state = state
 
     @property
-    def columns(self) -> int:
+    def emitted_positions(self) -> int:
         return len(self._state.generated[0])
 
     def add(self, result: VerificationResult) -> None:
@@ -127,43 +127,43 @@ class RequestOutputs:
 class Request:
     """A request, Transformers' `RequestState`: the steps of its call, and `tree`, its draft in the present step."""
 
-    def __init__(self, state: Any, shared: RequestSettings):
+    def __init__(self, state: Any, context: RequestContext):
         prompt = transformers_batching.prompt_length(state)
         tokens = state.initial_tokens + state.generated_tokens
         # The maximum length of the whole text, also after an eviction: `initial_tokens` then includes the generated
         # tokens, and `max_new_tokens` is reduced by their number.
         limit = UNLIMITED if state.max_new_tokens is None else len(state.initial_tokens) + state.max_new_tokens
-        self.target = PackedTarget(shared, prompt)
+        self.target = PackedTarget(context, prompt)
         self.tree = DraftTree.empty(1)
         ids = torch.tensor([tokens[:prompt]], device=self.target.device)
         generation = GenerationState(ids, None, transformers_batching.end_tokens(state), limit)
         generation.append(0, tokens[prompt:])
-        settings = shared.settings
+        settings = context.settings
         call = Call(
-            shared.model,
+            context.model,
             generation,
-            shared.config,
+            context.config,
             settings.candidates.settings(),
             settings=settings,
-            seed=(shared.seed + transformers_batching.request_number(state)) % 2**63,
+            seed=(context.seed + transformers_batching.request_number(state)) % 2**63,
         )
         self._stack = ExitStack()
         make_outputs = lambda processors: RequestOutputs(generation)  # noqa: E731
         self.steps = DecodingSteps(call, self.target, settings, make_outputs, self._stack)
 
     @property
-    def text(self) -> list[int]:
+    def generated(self) -> list[int]:
         """The generated tokens."""
         return self.steps.state.generated[0]
 
-    def commit(self, scores: torch.Tensor) -> list[int]:
+    def verify(self, scores: torch.Tensor) -> list[int]:
         """Verify the draft by the scores `[1 + nodes, vocab]`; returns the tokens that are appended."""
-        before = len(self.text)
+        before = len(self.generated)
         if before:  # else this was the last pass over the prompt, which has no draft
             self.steps.end_step(self.tree, scores[None])
         else:
             self.steps.end_prefill(scores[None])
-        return self.text[before:]
+        return self.generated[before:]
 
     def end(self) -> Statistics:
         """End the sessions; returns the statistics of the request."""

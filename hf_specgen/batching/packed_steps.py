@@ -35,10 +35,11 @@ import torch
 
 from hf_specgen import compat
 from hf_specgen.batching import transformers_batching
-from hf_specgen.batching.packed_request import Request, RequestSettings
+from hf_specgen.batching.packed_request import Request, RequestContext
 from hf_specgen.batching.shared_steps import SharedSteps
 from hf_specgen.call_statistics import Statistics
-from hf_specgen.depth.latency import Floats, fastest_count, step_seconds
+from hf_specgen.depth.latency import fastest_count, pass_seconds_up_to
+from hf_specgen.device_tree import Floats
 from hf_specgen.settings import Settings
 from hf_specgen.targets.hidden_states import captured_states, hook_points
 from hf_specgen.targets.model_parts import text_config
@@ -71,7 +72,7 @@ class PackedSteps:
         # drafts end where the text fills the smallest window.
         windows = [getattr(allocator, "sliding_window", None) for allocator in self._allocators.values()]
         self._max_length = min([window for window in windows if window], default=UNLIMITED)
-        self._request_settings = RequestSettings(
+        self._request_context = RequestContext(
             self._model,
             manager.generation_config,
             self._shared.settings,
@@ -102,8 +103,8 @@ class PackedSteps:
         self._draft(most)
         counts = self._counts(most)
         self._drafted = 0
-        for number, (future, request) in enumerate(self._step):
-            count = max(0, min(counts[number], self._max_length - 1 - future.state.position_offset))
+        for index, (future, request) in enumerate(self._step):
+            count = max(0, min(counts[index], self._max_length - 1 - future.state.position_offset))
             has_slots = count > 0 and self._has_slots(future.state, 1 + count)
             request.tree = request.tree.first_nodes(count if has_slots else 0)
             future.state.tokens_to_process = future.state.tokens_to_process + request.tree.token_lists()[0]
@@ -118,7 +119,7 @@ class PackedSteps:
             return None
         # A pass over the decoding requests alone, plus what the draft tokens add to the step. The time of prompts in
         # the step is left out, as it does not depend on drafts.
-        seconds = step_seconds(self._shared.latency.target, token_budget)
+        seconds = pass_seconds_up_to(self._shared.latency.target, token_budget)
         predicted: Floats = seconds[self._num_decoding] + (seconds[tokens:] - seconds[tokens])
         return predicted
 
@@ -128,16 +129,16 @@ class PackedSteps:
             self._finished(self._requests.pop(name).end())
         for future in scheduled:
             if future.state.request_id not in self._requests:
-                self._requests[future.state.request_id] = Request(future.state, self._request_settings)
+                self._requests[future.state.request_id] = Request(future.state, self._request_context)
         self._step = [(future, self._requests[future.state.request_id]) for future in scheduled]
         self._num_decoding = sum(bool(future.has_new_token and future.state.generated_tokens) for future in scheduled)
 
     def _draft(self, most: int) -> None:
         """Draft for the decoding requests, if a step with up to `most` draft tokens, all accepted, would be faster."""
         may_be_faster = self._seconds is None or fastest_count([1.0] * most, self._num_decoding, self._seconds) > 0
-        planned = [(future, request) for future, request in self._step if future.has_new_token and request.text]
-        # A request that was evicted, and ends its second prefill in this step, has text but no `generated_tokens`. Its
-        # step is planned without a draft, as `Request.commit` calls `end_step` for every request with text.
+        planned = [(future, request) for future, request in self._step if future.has_new_token and request.generated]
+        # A request that was evicted, and ends its second prefill in this step, has `generated` but no
+        # `generated_tokens`. Its step is planned without a draft, as `Request.verify` ends it with `end_step`.
         may_draft = [may_be_faster and bool(future.state.generated_tokens) for future, _ in planned]
         trees = self._shared.draft([request.steps for _, request in planned], may_draft)
         for (_, request), tree in zip(planned, trees, strict=True):
@@ -146,16 +147,17 @@ class PackedSteps:
     def _counts(self, most: int) -> Counter[int]:
         """How many draft tokens of each request are verified: the most probable ones of all requests together."""
         gains_of_requests = list[tuple[float, int]]()
-        for number, (_, request) in enumerate(self._step):
+        for index, (_, request) in enumerate(self._step):
             nodes = len(request.tree.parents[0])
+            # Without estimates all nodes count as certain.
             probability = request.tree.probability[0][:nodes] if request.tree.probability else [1.0] * nodes
-            gains_of_requests += [(gain, number) for gain in probability]
+            gains_of_requests += [(gain, index) for gain in probability]
         # The nodes of a tree are in descending order already: of each tree the first ones are counted.
-        ranked = sorted(gains_of_requests, key=lambda gain_and_number: -gain_and_number[0])[:most]
+        ranked = sorted(gains_of_requests, key=lambda gain_and_index: -gain_and_index[0])[:most]
         count = len(ranked)
         if ranked and self._seconds is not None:
             count = fastest_count([gain for gain, _ in ranked], self._num_decoding, self._seconds[: 1 + count])
-        return Counter(number for _, number in ranked[:count])
+        return Counter(index for _, index in ranked[:count])
 
     def _has_slots(self, state: Any, tokens: int) -> bool:
         """Allocate slots for a request's tokens in the step; returns whether it has them.
@@ -192,20 +194,21 @@ class PackedSteps:
         for future, request in self._step:
             cached = future.state.position_offset - future.query_length
             end += future.query_length
-            for kind in masks:
-                key_ends[kind] += self._allocators[kind].get_seqlen_k(cached, future.query_length)
+            for layer_type in masks:
+                key_ends[layer_type] += self._allocators[layer_type].get_seqlen_k(cached, future.query_length)
             # Its last tokens, which have logits: the pending token or the last one of a prompt, and the draft.
-            slots = 1 + request.tree.nodes
+            num_logits = 1 + request.tree.nodes
+            first = end - num_logits
             if future.has_new_token:
-                indices += range(end - slots, end)
-                futures += [future] * slots
+                indices += range(first, end)
+                futures += [future] * num_logits
             if request.tree.is_chain:  # as Transformers has placed it
                 continue
             depths, ancestors = (values[0].to(positions.device) for values in request.tree.structure())
-            positions[end - slots : end] = cached + depths
-            for kind, mask in masks.items():
+            positions[first:end] = cached + depths
+            for layer_type, mask in masks.items():
                 # Of these tokens as queries, and as the last keys of the request.
-                block = mask[0, 0, end - slots : end, key_ends[kind] - slots : key_ends[kind]]
+                block = mask[0, 0, first:end, key_ends[layer_type] - num_logits : key_ends[layer_type]]
                 block.masked_fill_(~ancestors, torch.finfo(mask.dtype).min)
         return indices, futures
 
@@ -217,10 +220,10 @@ class PackedSteps:
         self._states = [states[0] for states in captured]
 
     def sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
-        """Receive the processed scores, `[1, rows, vocab]`; tokens are chosen from them in `commit`."""
+        """Receive the processed scores, `[1, rows, vocab]`; tokens are chosen from them in `verify`."""
         self._scores = scores[0]
 
-    def commit(self) -> tuple[list[int], list[float] | None]:
+    def verify(self) -> tuple[list[int], list[float] | None]:
         """Verify all drafts; returns the last new token of each request that got one, and its log-probability.
 
         Requests in the middle of their prefill get no token. Log-probabilities are None unless they were asked for.
@@ -229,18 +232,18 @@ class PackedSteps:
         Transformers appends the last one, as in a step without drafts.
         """
         seconds = perf_counter() - self._began
-        slots = [1 + request.tree.nodes if future.has_new_token else 0 for future, request in self._step]
-        self._distribute_states(slots)
+        num_logits = [1 + request.tree.nodes if future.has_new_token else 0 for future, request in self._step]
+        self._distribute_states(num_logits)
         last_tokens = list[int]()
         last_logprobs = list[float]()
         accepted = 0
-        moves: Moves = {kind: ([], []) for kind in self._allocators}
-        for (future, request), scores in zip(self._step, self._scores.split(slots), strict=True):
+        moves: Moves = {layer_type: ([], []) for layer_type in self._allocators}
+        for (future, request), scores in zip(self._step, self._scores.split(num_logits), strict=True):
             if not future.has_new_token:
                 continue
             if self._num_decoding == len(self._step):  # a step with prompts would be no measurement of a decoding step
                 request.steps.timer.add("forward", seconds)
-            tokens = request.commit(scores)
+            tokens = request.verify(scores)
             # All of them but the last one, which Transformers appends.
             logprobs: list[Any] = [None] * len(tokens)
             if self._processor.return_logprobs:
@@ -254,22 +257,23 @@ class PackedSteps:
             if request.steps.state.has_ended(0):
                 self._finished(self._requests.pop(future.state.request_id).end())
         if self._seconds is not None:
-            self._shared.count_loss(self._seconds[self._drafted], self._num_decoding + accepted, self._shared.passes)
+            seconds = self._seconds[self._drafted]
+            self._shared.count_loss(seconds, self._num_decoding + accepted, self._shared.tokens_per_pass)
         transformers_batching.move_slots(self._cache, moves)
         return last_tokens, last_logprobs if self._processor.return_logprobs else None
 
-    def _distribute_states(self, slots: Sequence[int]) -> None:
+    def _distribute_states(self, num_logits: Sequence[int]) -> None:
         """Give each request the hidden states of its tokens in the step.
 
-        Layer -1, the input of the output matrix, has states of the tokens with logits alone, `slots` of each request.
+        Layer -1, the input of the output matrix, has states of the tokens with logits alone, `num_logits` by request.
         """
         tokens = [future.query_length for future, _ in self._step]
         by_layer = []  # the states of each request
         for states in self._states:
             has_all_tokens = states.shape[1] == sum(tokens)
-            by_layer.append(states.split(tokens if has_all_tokens else slots, dim=1))
-        for number, (_, request) in enumerate(self._step):
-            request.target.receive([of_requests[number] for of_requests in by_layer], slots[number])
+            by_layer.append(states.split(tokens if has_all_tokens else num_logits, dim=1))
+        for index, (_, request) in enumerate(self._step):
+            request.target.receive([of_requests[index] for of_requests in by_layer], num_logits[index])
         self._states = []
 
     def _roll_back(self, future: Any, request: Request, kept: int, moves: Moves) -> None:
@@ -286,8 +290,8 @@ class PackedSteps:
         # The position of the pending token, which is the first token of the request in the step.
         future.state.position_offset -= 1 + nodes
         if list(path) != list(range(len(path))):  # accepted nodes that are not next to each other
-            for kind, (sources, destinations) in moves.items():
-                slots = self._allocators[kind].get_write_indices(
+            for layer_type, (sources, destinations) in moves.items():
+                slots = self._allocators[layer_type].get_write_indices(
                     future.state.request_id, future.state.position_offset, 1 + nodes
                 )
                 sources += [slots[1 + node] for node in path]

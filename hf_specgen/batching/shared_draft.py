@@ -8,7 +8,7 @@ how deep they draft, the shared session drafts for all of them at once:
     call C  RowSession.plan(2) --+     one session with three rows        +-- RowSession.draft: tree of C
 
 The shared session is any session of the strategy. It reads the rows through the interfaces of a `DraftBatch`:
-`SharedTexts`, `SharedTargets` and `SharedSampling` here give it what the batch of each call has. Calls join it
+`SharedRowState`, `SharedTargets` and `SharedSampling` here give it what the batch of each call has. Calls join it
 when they first plan a step, and leave it when they end.
 """
 
@@ -58,13 +58,13 @@ class SharedDraft:
     def __init__(self, strategy: Candidates):
         self._strategy = strategy
         self._session: DraftSession | None = None
-        self._texts: SharedTexts
+        self._row_state: SharedRowState
         self._policy: PolicySession
         self.rows: list[RowSession] = []  # of the calls that take part
         self.planned: dict[RowSession, int] = {}  # how deep calls draft next; those that are not in `rows` join then
         # Of the last draft, if one was requested: its time, and the tokens of each pass.
         self.seconds = 0.0
-        self.passes: Sequence[int] = ()
+        self.tokens_per_pass: Sequence[int] = ()
 
     def start(self, batch: DraftBatch) -> DraftSession:
         """The session of a call; used in place of `Candidates.start`."""
@@ -80,7 +80,7 @@ class SharedDraft:
         """Pass the outcomes of the last step on to the shared session, then draft for all calls that have planned."""
         self._observe()
         self.seconds = 0.0
-        self.passes = ()
+        self.tokens_per_pass = ()
         if not self.planned:
             return
         begin = perf_counter()
@@ -94,11 +94,11 @@ class SharedDraft:
             size = len(parents)
             probability = None if tree.probability is None else (tree.probability[index][:size],)
             row.tree = DraftTree.from_nodes([(tokens[:size], parents)], probability)
-            row.passes = session.passes
+            row.tokens_per_pass = session.tokens_per_pass
             row.has_joined = True
         if any(depths):  # else the draft is empty, and its time is not counted
             self.seconds = perf_counter() - begin
-            self.passes = session.passes or ()
+            self.tokens_per_pass = session.tokens_per_pass or ()
 
     def _with_planned_rows(self) -> DraftSession:
         """The shared session, after its rows are updated: calls that have ended leave, new calls with a plan join."""
@@ -109,7 +109,7 @@ class SharedDraft:
         if self._session is None:
             self._session = self._started()
         elif changed:
-            self._texts.set_rows(self.rows)
+            self._row_state.set_rows(self.rows)
             self._session.keep_rows(kept)
             if new:
                 self._session.append_rows(len(new))
@@ -118,14 +118,14 @@ class SharedDraft:
     def _started(self) -> DraftSession:
         """A session of the strategy for the rows, with the settings of the first call, which all calls share."""
         first = self.rows[0].batch
-        self._texts = SharedTexts(self.rows)
+        self._row_state = SharedRowState(self.rows)
         # Calls choose how deep they draft: the session needs the latencies alone, to size its trees.
         self._policy = FixedDepth().start(first.call)
         self._policy.remembers = first.carries_over  # whether counts of earlier calls may be used
         self._policy.latency = first.latency
         target = SharedTargets(self.rows)
         sampling = SharedSampling(self.rows)
-        return self._strategy.start(DraftBatch(first.call, target, sampling, self._policy, self._texts))
+        return self._strategy.start(DraftBatch(first.call, target, sampling, self._policy, self._row_state))
 
     def _observe(self) -> None:
         """Pass the outcomes of a step on to the shared session; end it if none of its rows is active."""
@@ -185,8 +185,8 @@ class RowSession(DraftSession):
         self.is_active = False
 
 
-class SharedTexts:
-    """The `Texts` of several calls, whose steps append to them.
+class SharedRowState:
+    """The `RowState` of several calls, whose steps append to them.
 
     No row has ended here: the row of a call that ends leaves before the next draft.
     """
@@ -239,7 +239,7 @@ class SharedTargets:
         """
         return 0, tokens
 
-    def states_of(self, aux_layers: Sequence[int]) -> torch.Tensor:
+    def last_states(self, aux_layers: Sequence[int]) -> torch.Tensor:
         return torch.cat([row.batch.last_states(aux_layers) for row in self._rows])
 
     def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:

@@ -33,11 +33,11 @@ class SharedSteps:
 
     def __init__(self, settings: Settings):
         self._loss = DraftingLoss()
-        start, self._drafts = batched(settings.candidates)
+        start, self._shared_sessions = batched(settings.candidates)
         self.settings = replace(settings, start=start, policy=SharedDepth(settings.policy, self._loss))
         # For the rows and context of the present step; None if it was not measured, or no row decodes.
         self.latency: StepLatency | None = None
-        self.passes = list[int]()  # tokens of each forward pass that drafters made for several calls in the step
+        self.tokens_per_pass = list[int]()  # of the passes that drafters made for several calls in the step
         self._rows = 0
         self._has_draft = False
 
@@ -55,10 +55,10 @@ class SharedSteps:
             call.plan_step(may)
         self._has_draft = any(any(call.max_depths) for call in calls)
         # All calls have planned, so each shared session drafts once for all of them; `draft_step` then takes the trees.
-        for shared in self._drafts:
+        for shared in self._shared_sessions:
             shared.draft()
-        seconds = sum(shared.seconds for shared in self._drafts)
-        self.passes = [tokens for shared in self._drafts for tokens in shared.passes]
+        seconds = sum(shared.seconds for shared in self._shared_sessions)
+        self.tokens_per_pass = [tokens for shared in self._shared_sessions for tokens in shared.tokens_per_pass]
         for call in calls:
             call.timer.add("draft", seconds)  # each call waits for the whole draft
         return [call.draft_step() for call in calls]
@@ -73,5 +73,5 @@ class SharedSteps:
 
     def close(self) -> None:
         """End the shared draft sessions."""
-        for shared in self._drafts:
+        for shared in self._shared_sessions:
             shared.close()

@@ -47,7 +47,7 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
         scheduler.schedule_batch                    then `extend` adds the drafts
         model_runner.compute_batch                  after `place_drafts`, which gives the drafts positions and masks
         model_runner._sample                        is `sample`, which keeps the scores
-        inputs_and_outputs.prepare_batch_update     is `commit`, which verifies
+        inputs_and_outputs.prepare_batch_update     is `verify`, which verifies all drafts
 
     The hooks refer to the processor weakly: in a cycle it would keep its cache until the next garbage collection.
     Symbols: those above, and `_bulk_input_tensor` of `inputs_and_outputs`.
@@ -89,7 +89,7 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
     scheduler.schedule_batch = schedule_batch
     runner.compute_batch = compute_batch
     runner._sample = steps.sample
-    ios.prepare_batch_update = lambda: (this.inputs_and_outputs.requests_in_batch, *steps.commit())
+    ios.prepare_batch_update = lambda: (this.inputs_and_outputs.requests_in_batch, *steps.verify())
 
 
 def _unhook(owner: Any, name: str) -> None:
@@ -103,10 +103,10 @@ def move_slots(cache: Any, moves: dict[str, tuple[list[int], list[int]]]) -> Non
 
     Symbol: `_kv_token_views` of its allocators, the keys and the values of each layer.
     """
-    for kind, (sources, destinations) in moves.items():
+    for layer_type, (sources, destinations) in moves.items():
         if sources:
             read, write = torch.tensor([sources, destinations], device=cache.device)
-            for views in cache.cache_allocators[kind]._kv_token_views.values():
+            for views in cache.cache_allocators[layer_type]._kv_token_views.values():
                 for states in views:
                     states.index_copy_(0, write, states.index_select(0, read))
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hf_specgen.depth.adaptive import FORGETTING
 from hf_specgen.device_tree import Floats
 
 STATES = 6  # states of tokens; in the last one p is at least 1 - 2^-5
 START = STATES  # the state before the first level of a draft
-FORGETTING = 0.9  # factor by which the weight of earlier drafts decreases with every draft
 
 
 class DraftLevels:
@@ -40,7 +40,7 @@ class DraftLevels:
         self._conditional_of_all: list[Floats] = []
 
     def add(self, level: int, reached: Floats, of_all: Floats) -> Floats:
-        """Count the level of this depth, which the host has read, and those since the last read.
+        """Add the level of this depth, whose probabilities the host has, and those since the last synchronization.
 
         Args:
             reached: `[rows, widths]` the probability that one of its first 1, 2, … nodes to expand is accepted.
@@ -50,7 +50,7 @@ class DraftLevels:
             `reached`, if one of the expanded nodes of the level before is accepted.
         """
         before = np.maximum(_column(self._reached, self.width), 1e-30)  # so that quotients are finite
-        levels = level - self._level  # since the last read; they share their mean probability
+        levels = level - self._level  # since the last synchronization; they share their mean probability
         conditional = np.minimum(1.0, reached / before[:, None]) ** (1 / levels)
         self._conditional += [_column(conditional, self.width)] * levels
         self._conditional_of_all += [np.minimum(1.0, of_all / before) ** (1 / levels)] * levels
@@ -78,7 +78,7 @@ class AcceptanceEstimator:
         >>> for level, path in enumerate([0.99, 0.4], start=1):  # a certain token is followed by a doubtful one
         ...     _ = draft.add(level, np.array([[path]]), np.array([path]))
         >>> for _ in range(20):
-        ...     estimator.observe(draft)
+        ...     estimator.record_levels(draft)
         >>> bool(estimator.expected(0.99, 8)[0, -1] < 1.5)
         True
     """
@@ -103,13 +103,13 @@ class AcceptanceEstimator:
         """Path probabilities times accepted over expected draft tokens: a drafter may be too sure, or too little."""
         return np.minimum(self._accepted / self._assumed * paths, 1.0)
 
-    def count(self, accepted: float, expected: float) -> None:
-        """Count how many draft tokens were accepted, and the sum of their path probabilities."""
+    def record_outcome(self, accepted: float, expected: float) -> None:
+        """Record how many draft tokens were accepted, and the sum of their path probabilities."""
         self._accepted = 2 + FORGETTING * (self._accepted - 2) + accepted
         self._assumed = 2 + FORGETTING * (self._assumed - 2) + expected
 
-    def observe(self, draft: DraftLevels) -> None:
-        """Count the levels of a draft."""
+    def record_levels(self, draft: DraftLevels) -> None:
+        """Record the levels of a draft."""
         self._counts *= FORGETTING
         self._sums *= FORGETTING
         self._sums_of_all *= FORGETTING

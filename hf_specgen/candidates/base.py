@@ -46,7 +46,7 @@ class DraftSession(ABC):
         batch: the rows: tokens so far, and what target, verification and policy know of them.
     """
 
-    passes: Sequence[int] | None = None
+    tokens_per_pass: Sequence[int] | None = None
     """Tokens, over all rows, in each forward pass of the drafter for the last draft, without the drafter's prefill.
     Empty if drafting needs no forward pass; None if unknown: then one pass for each level of the draft is assumed, with
     one token per row."""
@@ -111,7 +111,7 @@ class WrappedSession(DraftSession):
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         name = self.batch.call.drafting.name
         self._own_draft = checked_draft(self._session.draft(max_depths), name, self.batch.state.batch)
-        self.passes = self._session.passes
+        self.tokens_per_pass = self._session.tokens_per_pass
         return self._change(self._own_draft, max_depths)
 
     def observe(self, result: VerificationResult) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from hf_specgen.candidates.base import DraftSession, Tree
 from hf_specgen.candidates.draft_batch import DraftBatch
-from hf_specgen.candidates.tree_size import FastestSize, tree_size
+from hf_specgen.candidates.tree_size import FastestTreeSizer, tree_sizer
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult
 
@@ -28,7 +28,7 @@ MIN_PATH_PROBABILITY = 0.05  # of the nodes of an "auto" tree without a latency 
 class SearchTree(Generic[Tag]):
     """The nodes of one row, in descending order of the probability of their paths.
 
-    A tag is what a strategy knows of a node.
+    `tags[i]` is the strategy's data of node i, from which it finds the children.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -60,65 +60,65 @@ def best_first(
     heap: list[tuple[float, int, int, int, int, Tag, Iterator[tuple[int, float, Tag]], float]] = []
     age = 0
 
-    def push(siblings: Iterator[tuple[int, float, Tag]], parent: int, level: int, above: float) -> None:
-        """Push the next child of a node; the one after it is pushed when it is added."""
+    def push(siblings: Iterator[tuple[int, float, Tag]], parent: int, level: int, parent_probability: float) -> None:
+        """Push the next child of a node; the sibling after it is pushed when it is added."""
         nonlocal age
-        following = next(siblings, None)
-        if following is None:
+        next_sibling = next(siblings, None)
+        if next_sibling is None:
             return
-        token, probability, tag = following
-        if above * probability > limits.min_probability:
+        token, acceptance, tag = next_sibling
+        probability = parent_probability * acceptance
+        if probability > limits.min_probability:
             age += 1
-            heappush(heap, (-above * probability, age, parent, level, token, tag, siblings, above))
+            heappush(heap, (-probability, age, parent, level, token, tag, siblings, parent_probability))
 
     if depth > 0:
         push(iter(children(root, 0)), -1, 1, 1.0)
     while heap and len(tree.tokens) < limits.nodes:
-        negative, _, parent, level, token, tag, siblings, above = heappop(heap)
+        negative_probability, _, parent, level, token, tag, siblings, parent_probability = heappop(heap)
         node = len(tree.tokens)
         tree.tokens.append(token)
         tree.parents.append(parent)
-        tree.probability.append(-negative)
+        tree.probability.append(-negative_probability)
         tree.tags.append(tag)
         if not limits.is_chain:
-            push(siblings, parent, level, above)
+            push(siblings, parent, level, parent_probability)
         if level < depth:
-            push(iter(children(tag, level)), node, level + 1, -negative)
+            push(iter(children(tag, level)), node, level + 1, -negative_probability)
     return tree
 
 
 def draft_rows(
     batch: DraftBatch,
-    size: Tree,
+    tree: Tree,
     depths: Sequence[int],
     search: Callable[[int, SearchLimits], SearchTree[Tag]],
-    passes: Sequence[int] | None = None,
+    tokens_per_pass: Sequence[int] | None = None,
     scales: Sequence[float] | None = None,
 ) -> tuple[DraftTree, list[SearchTree[Tag]]]:
     """Search a tree for every row and cut it to the size to verify.
 
-    Only the size depends on `passes`, those of a drafter so far, and on `scales`, for each row a factor of the path
-    probabilities.
+    Only the size depends on `tokens_per_pass`, of a drafter so far, and on `scales`, for each row a factor of the
+    path probabilities.
     """
     if not any(depths):
         return DraftTree.empty(len(depths)), [SearchTree() for _ in depths]
-    step_size = tree_size(size, batch, depths)
-    if isinstance(step_size, FastestSize):
-        limits = SearchLimits(step_size.max_nodes, step_size.min_probability)
-    elif isinstance(size, int):
-        limits = SearchLimits(size)
-    elif size is None:
+    sizer = tree_sizer(tree, batch, depths)
+    if isinstance(sizer, FastestTreeSizer):
+        limits = SearchLimits(sizer.max_nodes, sizer.min_probability)
+    elif isinstance(tree, int):
+        limits = SearchLimits(tree)
+    elif tree is None:
         limits = SearchLimits(max(depths), is_chain=True)
     else:  # without a latency model, "auto" drafts what is not improbable
         limits = SearchLimits(max(depths), MIN_PATH_PROBABILITY)
     trees = [search(row, limits) for row in range(len(depths))]
     nodes = limits.nodes
-    if isinstance(step_size, FastestSize):
-        drafting = 0.0 if passes is None else step_size.drafting_seconds(passes)
-        scaled_trees = zip(trees, scales or [1.0] * len(trees), strict=True)
-        nodes = step_size.best_size(
-            [[scale * value for value in tree.probability] for tree, scale in scaled_trees], drafting
-        )
+    if isinstance(sizer, FastestTreeSizer):
+        draft_seconds = 0.0 if tokens_per_pass is None else sizer.drafting_seconds(tokens_per_pass)
+        scaled = zip(trees, scales or [1.0] * len(trees), strict=True)
+        probability = [[scale * value for value in found.probability] for found, scale in scaled]
+        nodes = sizer.num_verified_of(probability, draft_seconds)
     return draft_of(trees, nodes), trees
 
 
@@ -130,12 +130,12 @@ class SearchSession(DraftSession, Generic[Tag]):
     estimates has no credit for later drafts.
     """
 
-    passes = ()
+    tokens_per_pass = ()
 
-    def __init__(self, batch: DraftBatch, k: int, size: Tree):
+    def __init__(self, batch: DraftBatch, k: int, tree: Tree):
         super().__init__(batch)
         self._k = k
-        self._size = size
+        self._tree_setting = tree
         self._trees: list[SearchTree[Tag]] = []
         # Of each row the expected and accepted tokens of its drafts, from a prior of 2 each.
         self._expected = [2.0] * batch.state.batch
@@ -157,7 +157,7 @@ class SearchSession(DraftSession, Generic[Tag]):
             return self.search(row, depths[row], limits) if depths[row] else SearchTree()
 
         scales = [accepted / expected for accepted, expected in zip(self._accepted, self._expected, strict=True)]
-        draft, self._trees = draft_rows(self.batch, self._size, depths, search, scales=scales)
+        draft, self._trees = draft_rows(self.batch, self._tree_setting, depths, search, scales=scales)
         for row, probability in enumerate(draft.probability or ()):
             self._expected[row] += sum(probability)
         return draft

@@ -1,17 +1,17 @@
 """Several levels of a draft tree as one captured function: expansion, passes of the drafter, and their proposals.
 
 Nothing in it is decided by the host, so that a CUDA graph can repeat it. A chain needs it once; a tree once for every
-`LEVELS_PER_READ` levels: the first levels follow a pass over new text, further levels a read by the host. At its end
+`LEVELS_PER_SYNC` levels: the first levels follow a pass over new text, further ones a host synchronization. At its end
 the best nodes are selected, of which the host then takes as many as are to be verified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import repeat
 from math import log
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -23,23 +23,23 @@ from hf_specgen.candidates.level_tensors import LevelTensors
 from hf_specgen.device_tree import Selection
 from hf_specgen.targets.graphs import Capturable
 from hf_specgen.targets.masks import StepLayout
-from hf_specgen.targets.passes import CapturablePasses, DrafterInputs, Level
+from hf_specgen.targets.passes import CapturablePasses, DrafterInputs, Level, LevelOutput, NewText
 from hf_specgen.tree import TreeStructure
 from hf_specgen.verification.base import perturbed
 from hf_specgen.verification.processors import ScoreProcessors
 
 
-class Proposed(NamedTuple):
+class LevelCandidates(NamedTuple):
     """Candidates after the nodes of a pass, each `[batch, nodes, children]`; see `Growth.add`."""
 
     tokens: torch.Tensor  # ids of the target
     log_acceptance: torch.Tensor
-    expandable: torch.Tensor | None
+    may_expand: torch.Tensor | None
     q: torch.Tensor | None  # [batch, nodes, vocab] what the tokens were drawn from; None unless it is wanted
 
 
 @dataclass(frozen=True)
-class Proposals:
+class CandidateProposer:
     """Proposes the most likely tokens after nodes by a drafter's logits; objects that are equal can share a graph."""
 
     children: int  # how many tokens
@@ -57,7 +57,7 @@ class Proposals:
             scores = finite(scores)
         return self.processors(scores, all_tokens=self.token_ids is None)
 
-    def __call__(self, scores: torch.Tensor, draft_scores: torch.Tensor) -> Proposed:
+    def __call__(self, scores: torch.Tensor, draft_scores: torch.Tensor) -> LevelCandidates:
         """Propose `children` tokens after each node.
 
         Both scores are `[batch, nodes, draft vocab]`; `draft_scores` are `scores` after
@@ -65,13 +65,13 @@ class Proposals:
         """
         # Drawn from q where the scores have noise, else the most likely tokens.
         log_acceptance, index = draft_scores.log_softmax(dim=-1).topk(self.children)
-        expandable = None
+        may_expand = None
         q = None
         # The threshold, and rejection sampling, use probabilities without noise.
         if self.threshold or self.wants_q:
             probabilities = scores.softmax(dim=-1)
             if self.threshold:
-                expandable = probabilities.gather(-1, index) >= self.threshold
+                may_expand = probabilities.gather(-1, index) >= self.threshold
             if self.wants_q:  # which nodes are in a tree may depend on their ranks alone, not on their tokens
                 log_acceptance = confidence_by_rank(probabilities.amax(dim=-1), self.children).log()
                 q = self._of_all_tokens(probabilities)
@@ -79,7 +79,7 @@ class Proposals:
         if self.wants_q:  # siblings stay in the order in which they were drawn, equal ones too
             log_acceptance = log_acceptance - 1e-4 * torch.arange(self.children, device=index.device)
         tokens = index if self.token_ids is None else self.token_ids[index]
-        return Proposed(tokens, log_acceptance, expandable, q)
+        return LevelCandidates(tokens, log_acceptance, may_expand, q)
 
     def _of_all_tokens(self, probabilities: torch.Tensor) -> torch.Tensor:
         """`[…, draft vocab]` to `[…, vocab]`: 0 for tokens that the drafter does not have."""
@@ -89,18 +89,10 @@ class Proposals:
         return zeros.index_copy(-1, self.token_ids, probabilities)
 
 
-class TextInputs(NamedTuple):
-    """The tensors of `NewText`."""
-
-    tokens: torch.Tensor  # [batch, width], padded on the right
-    counts: torch.Tensor  # [batch] how many of them are no padding
-    features: torch.Tensor | None  # [batch, width, …]
-
-
 class LevelInputs(NamedTuple):
     """The tensors that the passes read besides the drafter's cache."""
 
-    text: TextInputs | None
+    text: NewText | None
     last_tokens: torch.Tensor  # [batch, 1] of the rows
     max_depths: torch.Tensor | None  # [batch, 1] of the trees; None if no level exceeds them
     tree_so_far: tuple[LevelTensors, ...]
@@ -121,24 +113,25 @@ class Drafted(NamedTuple):
 
 @dataclass(frozen=True)
 class CapturedLevels(Capturable[LevelInputs, Drafted]):
-    """Makes `passes` passes of the drafter, each over `width` nodes of every row; equal objects share a graph.
+    """Makes `num_passes` passes of the drafter, each over `width` nodes of every row; equal objects share a graph.
 
     A pass over new text comes first if the inputs have text. At most `nodes` nodes are selected at the end.
     """
 
     is_optional: ClassVar[bool] = True
 
-    passes: int
+    num_passes: int
     width: int
     nodes: int
-    proposals: Proposals
+    proposer: CandidateProposer
     level: Level
     # Of the tree after the passes, by the widths in the inputs; held here, so that they live as long as the graph.
     constants: Constants = field(compare=False)
 
     def __call__(self, module: nn.Module, inputs: LevelInputs, cache: Any) -> Drafted:
-        trees = inputs.tree_so_far, self.proposals.children, inputs.last_tokens, inputs.max_depths
-        growth = Growth.of_packed(*trees, self.constants)
+        growth = Growth.from_level_tensors(
+            inputs.tree_so_far, self.proposer.children, inputs.last_tokens, inputs.max_depths, self.constants
+        )
         states = inputs.states
         after_text = None
         noise_by_pass: Iterator[torch.Tensor | None] = repeat(None)
@@ -146,25 +139,26 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
             noise_by_pass = iter(inputs.noise.unbind(dim=1))
         # Level 1 comes from the pass over new text; without new text the tree so far has it.
         if inputs.text is not None:
-            logits, *after_text = self._read(module, inputs.text, inputs, cache)
-            states = after_text[0]
-            self._add(growth, logits, next(noise_by_pass))
+            output = self._forward_text(module, inputs.text, inputs, cache)
+            states = output.states
+            after_text = output[1:]
+            self._add(growth, output.logits, next(noise_by_pass))
         # In the cache, the expanded nodes follow each row's last token.
         layer = cache.layers[0]
         last_token_slots = layer.next_slots - 1 - growth.expanded
         attended_slots = layer.get_mask_sizes(0)[0]
         # Each pass runs on the nodes that it expands, with the states of their parents, and adds a level.
-        for _ in range(self.passes):
+        for _ in range(self.num_passes):
             frontier = growth.expand(self.width)
             layout = StepLayout(last_token_slots, attended_slots, *growth.structure(), inputs.visible)
             parent_states = None if states is None else frontier.gather_parents(states)
-            read = DrafterInputs(frontier.tokens, layout, parent_states, inputs.offsets)
-            logits, states, *_ = self.level(module, read, cache)
+            pass_inputs = DrafterInputs(frontier.tokens, layout, parent_states, inputs.offsets)
+            logits, states, *_ = self.level(module, pass_inputs, cache)
             self._add(growth, logits, next(noise_by_pass))
-        return Drafted(growth.packed()[-1], growth.select(self.nodes), states, after_text)
+        return Drafted(growth.level_tensors()[-1], growth.best_padded(self.nodes), states, after_text)
 
-    def _read(self, module: nn.Module, text: TextInputs, inputs: LevelInputs, cache: Any) -> list[Any]:
-        """Run on new text; returns `LevelOutput`'s values of each row's last token alone, `[batch, 1, …]` or None each.
+    def _forward_text(self, module: nn.Module, text: NewText, inputs: LevelInputs, cache: Any) -> LevelOutput:
+        """Run on new text; returns the values of each row's last token alone, `[batch, 1, …]`.
 
         The text is padded on the right. Later passes overwrite the padding in the cache.
         """
@@ -172,65 +166,72 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
         layer = cache.layers[0]
         chain = TreeStructure.of_captured_chains(batch, width - 1, text.tokens.device)
         layout = StepLayout(layer.next_slots, layer.get_mask_sizes(0)[0], *chain, inputs.visible)
-        read = DrafterInputs(text.tokens, layout, text.features, inputs.offsets, is_text=True)
-        results = self.level(module, read, cache)
+        pass_inputs = DrafterInputs(text.tokens, layout, text.features, inputs.offsets, is_text=True)
+        output = self.level(module, pass_inputs, cache)
         # The next pass writes to the slots after each row's last token, which are those of the padding.
         padding = width - text.counts[:, None]
         slots = layer.slots - padding
         for cache_layer in cache.layers:
             cache_layer.slots = slots
         last = (text.counts - 1)[:, None, None]
-        return [None if value is None else value.gather(1, last.expand(-1, -1, value.shape[-1])) for value in results]
+        values = (None if part is None else part.gather(1, last.expand(-1, -1, part.shape[-1])) for part in output)
+        return LevelOutput(*cast(Any, values))
 
     def _add(self, growth: Growth, logits: torch.Tensor, noise: torch.Tensor | None) -> None:
-        scores = self.proposals.scores(logits)
+        scores = self.proposer.scores(logits)
         draft_scores = scores if noise is None else perturbed(scores, noise[:, None])
-        tokens, log_acceptance, expandable, _ = self.proposals(scores, draft_scores)
-        growth.add(tokens, log_acceptance, expandable)  # q is not needed: rejection sampling is not captured
+        tokens, log_acceptance, may_expand, _ = self.proposer(scores, draft_scores)
+        growth.add(tokens, log_acceptance, may_expand)  # q is not needed: rejection sampling is not captured
 
 
-def grow_captured(
+def add_captured_levels(
     growth: Growth,
-    passes: int,
+    num_passes: int,
     width: int,
     nodes: int,
-    drafter: CapturablePasses,
-    proposals: Proposals,
+    capturable: CapturablePasses,
+    proposer: CandidateProposer,
     noise: torch.Tensor | None,
 ) -> Drafted | None:
-    """Add `passes` levels to a growing tree, and their nodes to the drafter's cache, by one graph.
+    """Add `num_passes` levels to a growing tree, and their nodes to the drafter's cache, by one graph.
 
     If the drafter has new text, a pass over it comes first, which gives level 1. `noise` is that of `LevelInputs`.
     None if there is no graph: then nothing was added, and the caller makes the passes.
     """
-    if noise is not None and proposals.token_ids is not None:
-        noise = noise[..., proposals.token_ids]  # of the draft vocabulary
-    lengths = drafter.cache.lengths  # of the rows before
-    text = drafter.text
-    text_inputs = None
-    text_counts: Sequence[int] = [0] * len(lengths)
-    states = drafter.states
-    new_slots = passes * width  # that the function writes after each row
+    if noise is not None and proposer.token_ids is not None:
+        noise = noise[..., proposer.token_ids]  # of the draft vocabulary
+    lengths = capturable.cache.lengths  # of the rows before
+    text = capturable.text
+    text_counts = [0] * len(lengths)
+    states = capturable.states
+    new_slots = num_passes * width  # that the function writes after each row
     if text is not None:
-        text_counts = text.counts
-        text_inputs = TextInputs(text.tokens, torch.tensor(text_counts), text.features)
+        text_counts = text.counts.tolist()
         states = None  # the pass over the text returns them
         new_slots += text.tokens.shape[1]  # padding included
-    capacity = drafter.graphs.capacity(drafter.cache, new_slots)
+    capacity = capturable.graphs.use_static_buffers(capturable.cache, new_slots)
     if not capacity:
         return None
-    visible = drafter.visible
+    visible = capturable.visible
     if visible is not None:  # the mask has every slot of the buffers
         visible = pad(visible, (0, capacity - visible.shape[1]), value=True)
-    trees = growth.last_tokens, growth.max_depths_on_device, growth.packed()
-    inputs = LevelInputs(text_inputs, *trees, states, visible, drafter.offsets, noise)
-    constants = growth.constants_after(passes, width)
-    function = CapturedLevels(passes, width, nodes, proposals, drafter.level, constants)
-    drafted: Drafted | None = drafter.graphs.run(function, inputs, drafter.cache, new_slots, fallback=lambda: None)
+    inputs = LevelInputs(
+        text,
+        growth.last_tokens,
+        growth.max_depths_on_device,
+        growth.level_tensors(),
+        states,
+        visible,
+        capturable.offsets,
+        noise,
+    )
+    constants = growth.constants_after(num_passes, width)
+    function = CapturedLevels(num_passes, width, nodes, proposer, capturable.level, constants)
+    drafted = capturable.graphs.run(function, inputs, capturable.cache, new_slots, fallback=lambda: None)
     if drafted is None:
         return None
     growth.extend(drafted.levels, drafted.selection)
     # Of new text the cache keeps the tokens, and not the padding.
     rows = zip(lengths, text_counts, strict=True)
-    drafter.cache.set_lengths([length + count + passes * width for length, count in rows])
+    capturable.cache.set_lengths([length + count + num_passes * width for length, count in rows])
     return drafted

@@ -98,7 +98,9 @@ class CombinedCandidates(Candidates):
         return self._changed(strategies=tuple(members), drafter=members)
 
     def settings(self) -> DraftingSettings:
-        return replace(super().settings(), has_free_drafts=any(one.negligible_draft_cost for one in self.strategies))
+        return replace(
+            super().settings(), has_negligible_cost_drafts=any(one.negligible_draft_cost for one in self.strategies)
+        )
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         needs = [strategy.target_requirements(model) for strategy in self.strategies]
@@ -113,9 +115,9 @@ class CombinedCandidates(Candidates):
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         """The kind is that of the member whose drafting takes time."""
-        drafter = next((s for s in self.strategies if not s.negligible_draft_cost), self.strategies[0])
+        costly_member = next((s for s in self.strategies if not s.negligible_draft_cost), self.strategies[0])
         members = (part for s in self.strategies for part in s.profile_key())
-        return (drafter.profile_key()[0], "combined", str(self.tree), *members)
+        return (costly_member.profile_key()[0], "combined", str(self.tree), *members)
 
 
 class _CombinedSession(DraftSession):
@@ -127,7 +129,7 @@ class _CombinedSession(DraftSession):
         super().__init__(batch)
         members = list(zip(settings.strategies, starts, strict=True))
         members.sort(key=lambda member: not member[0].negligible_draft_cost)
-        self._size = settings.tree
+        self._tree_setting = settings.tree
         self._members = [(start(batch), strategy.k) for strategy, start in members]
         self._num_without_pass = sum(strategy.negligible_draft_cost for strategy in settings.strategies)
         self.top_tokens = max(session.top_tokens for session, _ in self._members)
@@ -137,27 +139,28 @@ class _CombinedSession(DraftSession):
         # verifies every node that was drawn: copied ones beside them cost more than they yield.
         self._verifies_one = batch.wants_q or isinstance(batch.target, EarlyExitTarget)
         # A short call does not make up for the prefill of drafters.
-        self._uses_drafters = self._num_without_pass < len(members) and batch.affords_prefill()
-        self._drafts = [DraftTree.empty(batch.state.batch)] * len(members)
+        self._uses_drafters = self._num_without_pass < len(members) and batch.prefill_is_short()
+        self._member_trees = [DraftTree.empty(batch.state.batch)] * len(members)
         # The first part of a step: whether it is done, by `plan`, and whether members with a forward pass draft too.
         self._is_planned = False
         self._needs_drafters = False
         self._member_drafts: list[MemberDrafts] = []
         self._unproposed = UnproposedTokens()
         self._drafter_loss = DrafterLoss(batch)
-        self._copied = DraftTree.empty(batch.state.batch)  # the tree of the members without a forward pass
-        self._drafted = self._copied  # the tree that the session has returned
-        self.passes: list[int] = []
+        self._tree_without_pass = DraftTree.empty(batch.state.batch)  # of the members without a forward pass
+        self._returned_tree = self._tree_without_pass
+        self.tokens_per_pass: list[int] = []
 
     def observe(self, result: VerificationResult) -> None:
         """Update the estimates of the merged tree and the loss of the drafters, then pass the outcome on."""
-        if any(draft.nodes for draft in self._drafts[self._num_without_pass :]):
+        if any(draft.nodes for draft in self._member_trees[self._num_without_pass :]):
             for member_drafts, tokens in zip(self._member_drafts, result.tokens, strict=True):
                 self._unproposed.observe(member_drafts, tokens)
         if self._uses_drafters:
-            loss = self._drafter_loss.observe(result, self._copied, self._drafted, self.passes)
-            self.separate_loss = loss
-        for (session, _), draft in zip(self._members, self._drafts, strict=True):
+            self.separate_loss = self._drafter_loss.observe(
+                result, self._tree_without_pass, self._returned_tree, self.tokens_per_pass
+            )
+        for (session, _), draft in zip(self._members, self._member_trees, strict=True):
             session.observe(result_for(result, draft))
 
     def end(self) -> None:
@@ -173,45 +176,45 @@ class _CombinedSession(DraftSession):
 
     def _draft_without_pass(self, max_depths: Sequence[int]) -> None:
         """Draft with the members that have no forward pass; sets their tree, and whether the others draft too."""
-        self._drafts = []
-        self.passes = []
+        self._member_trees = []
+        self.tokens_per_pass = []
         # Token Recycling has no draft here: it extends the merged tree, see `merged_children`.
         for session, k in self._members[: self._num_without_pass]:
             self._draft_member(session, 0 if session is self._recycling else k, max_depths)
         tree = self._search(max_depths)
-        # Of a step with this tree, for each row that has a draft.
+        # Expected tokens of a step with this tree, by row with a draft.
         expected = [1 + sum(row) for row in tree.probability or () if row]
         is_enough = bool(expected) and sum(expected) / len(expected) >= ENOUGH_TOKENS
         self._needs_drafters = self._uses_drafters and not is_enough and not self._drafter_loss.is_too_high
-        self._copied = tree
+        self._tree_without_pass = tree
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         """The members' drafts in one tree."""
         if not self._is_planned:
             self._draft_without_pass(max_depths)
         self._is_planned = False
-        tree = self._copied
+        tree = self._tree_without_pass
         for session, k in self._members[self._num_without_pass :]:
             draft = self._draft_member(session, k if self._needs_drafters else 0, max_depths)
-            self.passes += _passes(session, draft)
+            self.tokens_per_pass += _passes(session, draft)
             if draft.nodes and self._verifies_one:
                 tree = draft
                 self._needs_drafters = False  # nothing is merged, and no further member drafts
-        if self._needs_drafters and any(draft.nodes for draft in self._drafts[self._num_without_pass :]):
-            tree = self._search(max_depths, self.passes)
-        self._drafted = tree
+        if self._needs_drafters and any(draft.nodes for draft in self._member_trees[self._num_without_pass :]):
+            tree = self._search(max_depths, self.tokens_per_pass)
+        self._returned_tree = tree
         return tree
 
     def _draft_member(self, session: DraftSession, k: int, max_depths: Sequence[int]) -> DraftTree:
         draft = session.draft([min(depth, k) for depth in max_depths])
-        self._drafts.append(checked_draft(draft, self.batch.call.drafting.name, self.batch.state.batch))
-        return self._drafts[-1]
+        self._member_trees.append(checked_draft(draft, self.batch.call.drafting.name, self.batch.state.batch))
+        return self._member_trees[-1]
 
     def _search(self, max_depths: Sequence[int], passes: Sequence[int] | None = None) -> DraftTree:
         """The most probable tree of what the members proposed, extended by Token Recycling."""
 
         self._member_drafts = [
-            MemberDrafts(self._drafts, self._num_without_pass, row) for row in range(len(max_depths))
+            MemberDrafts(self._member_trees, self._num_without_pass, row) for row in range(len(max_depths))
         ]
 
         def search(row: int, limits: SearchLimits) -> SearchTree[MergedNode]:
@@ -219,13 +222,13 @@ class _CombinedSession(DraftSession):
             root = self._member_drafts[row].root(self.batch.state.last_token(row))
             return best_first(root, children, max_depths[row], limits)
 
-        return draft_rows(self.batch, self._size, max_depths, search, passes)[0]
+        return draft_rows(self.batch, self._tree_setting, max_depths, search, passes)[0]
 
 
 def _passes(session: DraftSession, draft: DraftTree) -> Sequence[int]:
     """Tokens of each pass of a session's last draft; one for each level of the tree if it does not count them."""
-    if session.passes is not None:
-        return session.passes
+    if session.tokens_per_pass is not None:
+        return session.tokens_per_pass
     rows = sum(len(parents) > 0 for parents in draft.parents)
     return [rows] * max((max(draft.depths(row)) for row in range(draft.batch)), default=0)
 

@@ -1,7 +1,7 @@
 """What a draft session sees of a call: its rows, and what target, verification and policy know of them.
 
     interface         what it gives                     what implements it
-    Texts             prompts and generated tokens      GenerationState, SharedTexts
+    RowState          prompts and generated tokens      GenerationState, SharedRowState
     TargetView        hidden states, sizes of passes    Target, PackedTarget, SharedTargets
     DraftSampling     noise of draft tokens             VerificationSession, SharedSampling
 
@@ -24,7 +24,7 @@ from hf_specgen.depth.latency import LatencyModel, StepLatency
 from hf_specgen.verification.processors import ScoreProcessors
 
 
-class Texts(Protocol):
+class RowState(Protocol):
     """The rows of a draft: their tokens, which every step updates. The members are those of `GenerationState`."""
 
     @property
@@ -54,7 +54,7 @@ class TargetView(Protocol):
     @property
     def verifies_chains_only(self) -> bool: ...
     def pass_shape(self, tokens: int) -> tuple[int, int]: ...
-    def states_of(self, aux_layers: Sequence[int]) -> torch.Tensor: ...
+    def last_states(self, aux_layers: Sequence[int]) -> torch.Tensor: ...
     def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]: ...
 
 
@@ -98,10 +98,10 @@ class DraftBatch:
         target: TargetView,
         verification: DraftSampling,
         policy: PolicySession,
-        state: Texts | None = None,
+        state: RowState | None = None,
     ):
         self.call = call
-        self.state: Texts = call.state if state is None else state
+        self.state: RowState = call.state if state is None else state
         self.model = cast(PreTrainedModel, call.model)
         self.target = target
         self._verification = verification
@@ -148,7 +148,7 @@ class DraftBatch:
 
     def last_states(self, layers: Sequence[int]) -> torch.Tensor:
         """`[batch, layers * hidden]` the target's hidden states that chose each row's last token."""
-        return self.target.states_of(layers)
+        return self.target.last_states(layers)
 
     # Verification
 
@@ -198,9 +198,9 @@ class DraftBatch:
         """The latencies of a step of so many rows, for strategies that size their own trees; None if unknown."""
         return self._policy.step_latency(rows, self.state.context_length)
 
-    def affords_prefill(self) -> bool:
+    def prefill_is_short(self) -> bool:
         """Whether the drafter's prefill is short beside the call."""
-        return self._policy.affords_prefill()
+        return self._policy.prefill_is_short()
 
     @property
     def carries_over(self) -> bool:

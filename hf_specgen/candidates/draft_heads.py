@@ -31,7 +31,7 @@ from hf_specgen.candidates.draft_vocabulary import DraftVocabulary, check_vocabu
 from hf_specgen.candidates.draft_window import DraftWindowSetting, check_window, draft_window
 from hf_specgen.candidates.drafter_session import DrafterSession
 from hf_specgen.candidates.features import FeatureQueue, LastStates
-from hf_specgen.candidates.one_pass import default_size
+from hf_specgen.candidates.one_pass import default_tree
 from hf_specgen.depth import Policy
 from hf_specgen.heads.base import BoundHead, DraftHead
 from hf_specgen.heads.block import BlockHead
@@ -369,4 +369,4 @@ class MedusaCandidates(HeadCandidates):
     def begin(self, batch: DraftBatch, bound: BoundHead) -> DraftSession:
         source = LastStates(batch, bound.aux_hidden_state_layers)
         drafter = MedusaDrafter(bound, source, batch.model)
-        return DrafterSession(batch, drafter, self.k, default_size(batch, self.tree))
+        return DrafterSession(batch, drafter, self.k, default_tree(batch, self.tree))

@@ -126,8 +126,10 @@ class DraftModelCandidates(PretrainedCandidates):
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         """The hidden states that a PARD-2 draft reads."""
         draft = self._load(model)
-        parallel = None if draft.config.is_encoder_decoder else ParallelDraft.of(draft)
-        return TargetRequirements(parallel.layers_of(model) if parallel is not None and parallel.layers else ())
+        parallel = None if draft.config.is_encoder_decoder else ParallelDraft.from_model(draft)
+        return TargetRequirements(
+            parallel.layers_of(model) if parallel is not None and parallel.aux_hidden_state_layers else ()
+        )
 
     def start(self, batch: DraftBatch) -> DraftSession:
         batch.call.check_prompt_ids("a draft model")
@@ -138,7 +140,7 @@ class DraftModelCandidates(PretrainedCandidates):
         if loaded.parallel is not None and self.adaptive_tree:
             k = min(k, MAX_PARALLEL_DEPTH)
         drafter = DraftModelDrafter(batch, loaded, k)
-        drafts_chains = loaded.parallel is None and drafter.reader.verifies_chains_only
+        drafts_chains = loaded.parallel is None and drafter.runner.verifies_chains_only
         return DrafterSession(
             batch,
             drafter,
@@ -156,7 +158,7 @@ class DraftModelCandidates(PretrainedCandidates):
             texts, shared = retokenized_texts(batch, draft)
             loaded = replace(loaded, texts=texts, shared=shared)
         elif not reads_encoder(draft):
-            loaded = replace(loaded, parallel=ParallelDraft.of(draft))
+            loaded = replace(loaded, parallel=ParallelDraft.from_model(draft))
         if loaded.takes_window:
             loaded = replace(loaded, window=draft_window(self.draft_window, text_config(draft), batch.state))
         if (vocabulary := self.draft_vocabulary) is not None:

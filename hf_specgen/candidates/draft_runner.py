@@ -52,7 +52,7 @@ class LoadedDraft:
     @property
     def reads_target(self) -> bool:
         """Whether it reads hidden states of the target (PARD-2)."""
-        return self.parallel is not None and bool(self.parallel.layers)
+        return self.parallel is not None and bool(self.parallel.aux_hidden_state_layers)
 
     @property
     def takes_window(self) -> bool:
@@ -64,17 +64,17 @@ class LoadedDraft:
 class _CachedRow:
     """How much of a row's text is in the cache of the draft model: the first `cached` tokens.
 
-    The prefill has processed the first `begin` of them, without the `skipped` ones that the window leaves out.
+    The prefill has processed the first `prefilled` of them, but the `skipped` ones that the window leaves out.
     """
 
     text: DraftText
-    begin: int = 0
+    prefilled: int = 0
     skipped: int = 0
     cached: int = 0
 
     @property
     def length(self) -> int:
-        """Tokens in the cache, and those that are not read yet."""
+        """Tokens in the cache, and those that are not computed yet."""
         return len(self.text.tokens) - self.skipped
 
 
@@ -83,7 +83,7 @@ class UncachedText(NamedTuple):
 
     tokens: list[list[int]]  # of each row; one token of rows that do not draft
     depths: list[int]  # maximum depth of each row's draft
-    passes: list[int]  # tokens, over all rows, of the passes that process them, masks included
+    tokens_per_pass: list[int]  # tokens, over all rows, of the passes that process them, masks included
 
     @property
     def width(self) -> int:
@@ -92,7 +92,7 @@ class UncachedText(NamedTuple):
 
 
 class DraftModelDrafter(Drafter[UncachedText]):
-    """Drafts with a model: `reader` runs its passes, and has the cache, which holds the beginning of each row's text.
+    """Drafts with a model: `runner` runs its passes, and has the cache, which holds the beginning of each row's text.
 
     A draft model with another tokenizer drafts the tokens that it shares with the target.
     """
@@ -110,50 +110,51 @@ class DraftModelDrafter(Drafter[UncachedText]):
         if draft.parallel is not None:
             self.is_one_pass = True
             self._mask = draft.parallel.mask_token
-            if draft.parallel.layers:
+            if draft.parallel.aux_hidden_state_layers:
                 self._features = TargetFeatures(batch, draft.model, draft.parallel)
         self._max_positions = position_table(text_config(draft.model))
         self._rows = [_CachedRow(text) for text in draft.texts]
-        self._drafts = [True] * len(draft.texts)  # rows that take part in the current draft
+        self._is_drafting = [True] * len(draft.texts)  # rows that take part in the current draft
         self._expanded = 0  # nodes of each row in the cache
         self._has_prompt = False
-        self.reader = self._begin(self._rows)
+        self.runner = self._begin(self._rows)
         is_plain_text = all(type(text) is DraftText for text in draft.texts)
-        self.rows_can_change = is_plain_text and not draft.reads_target and not self.reader.verifies_chains_only
+        self.rows_can_change = is_plain_text and not draft.reads_target and not self.runner.verifies_chains_only
 
     def take(self, max_depths: Sequence[int]) -> UncachedText | None:
         """The tokens that the model has not processed; None if no row drafts. Reads the prompts before that."""
         if self._features is not None:
             self._features.begin()
-        depths = self._limited(max_depths)
+        is_complete = self._update_texts()
+        depths = self._depth_limits(max_depths, is_complete)
         if not any(depths):
             return None
         if not self._has_prompt:  # only now, so that a call that never drafts does not read its prompts
             features = self._features
             with nullcontext() if features is None else features.added(features.of_prompts()):
-                self.reader.prefill()
+                self.runner.prefill()
             self._has_prompt = True
-        return self._uncached(depths)
+        return self._prepare_pass(depths)
 
-    def read(self, text: UncachedText) -> torch.Tensor:
+    def forward_text(self, text: UncachedText) -> torch.Tensor:
         """`[batch, draft vocab]` logits after the last token of each row, from one pass over its uncached tokens."""
         logits = _last_of(self._extend(text), [len(tokens) for tokens in text.tokens])
         return logits if self._shared is None else self._shared.target_logits(logits)
 
-    def expand(self, frontier: Frontier) -> torch.Tensor:
+    def forward_nodes(self, frontier: Frontier) -> torch.Tensor:
         """`[batch, new, draft vocab]` logits after the last nodes of a tree, which stay in the cache."""
         self._expanded = frontier.nodes
         if self._shared is not None:
             frontier = replace(frontier, tokens=self._shared.draft_tokens(frontier.tokens))
-        logits = self.reader.grow(frontier, self._drafts)
+        logits = self.runner.extend_tree(frontier, self._is_drafting)
         return logits if self._shared is None else self._shared.target_logits(logits)
 
-    def read_depths(self, text: UncachedText, depth: int) -> DepthLogits:
+    def forward_depths(self, text: UncachedText, depth: int) -> DepthLogits:
         """One pass over the uncached tokens and `depth - 1` mask tokens: logits at its last `depth` positions."""
         features = self._features
         masks = depth - 1
-        rows = self.reader.rows
-        with nullcontext() if features is None else features.added(features.of_text(self._drafts, rows, masks)):
+        rows = self.runner.rows
+        with nullcontext() if features is None else features.added(features.of_text(self._is_drafting, rows, masks)):
             logits = self._extend(text, [self._mask] * masks)
         counts = torch.tensor([len(tokens) for tokens in text.tokens], device=logits.device)
         slots = counts[:, None] - 1 + torch.arange(depth, device=logits.device)
@@ -167,53 +168,53 @@ class DraftModelDrafter(Drafter[UncachedText]):
             self._features.queue.receive()
         if self._expanded:
             self._expanded = 0
-            self.reader.commit(list(paths))
+            self.runner.commit(list(paths))
             self._count_cached(paths)
 
-    def capture(self, text: UncachedText | None = None) -> CapturablePasses | None:
-        """Passes over several levels, and over text before them; None if they are not captured."""
+    def capturable_passes(self, text: UncachedText | None = None) -> CapturablePasses | None:
+        """Passes over several levels, and over text before them; None if they cannot be captured."""
         if self._shared is not None:
             return None
         if text is None:
-            passes = self.reader.capturable_passes(self._k)
-        elif all(self._drafts) and text.width <= MAX_CAPTURED and self.capture() is not None:
-            passes = self.reader.capturable_passes(self._k, NewText.of(text.tokens))
+            capturable = self.runner.capturable_passes(self._k)
+        elif all(self._is_drafting) and text.width <= MAX_CAPTURED and self.capturable_passes() is not None:
+            capturable = self.runner.capturable_passes(self._k, NewText.of(text.tokens))
         else:
             return None
-        if passes is None:
+        if capturable is None:
             return None
         if text is not None:
             tokens = text.tokens
-            passes = passes._replace(store_text=lambda _: self._count_cached(tokens))
-        return passes._replace(store_levels=partial(self._store_levels, passes))
+            capturable = capturable._replace(store_text=lambda _: self._count_cached(tokens))
+        return capturable._replace(store_levels=partial(self._store_levels, capturable))
 
     def keep_rows(self, kept: Sequence[int]) -> None:
         """Continue with these rows of the call."""
         self._rows = [self._rows[row] for row in kept]
-        self._drafts = [True] * len(self._rows)
+        self._is_drafting = [True] * len(self._rows)
         self._has_prompt = self._has_prompt and bool(kept)
         if self._has_prompt:
-            self.reader.keep_rows(kept)
+            self.runner.keep_rows(kept)
         elif kept:
-            self.reader = self._begin(self._rows)
+            self.runner = self._begin(self._rows)
 
     def append_rows(self, new: int) -> None:
         """Add rows of the call, whose prompts are read now if those of the others were."""
         added = [_CachedRow(DraftText(prompt)) for prompt in self._batch.state.prompts[-new:]]
         self._rows += added
-        self._drafts = [True] * len(self._rows)
+        self._is_drafting = [True] * len(self._rows)
         if not self._has_prompt:
-            self.reader = self._begin(self._rows)
+            self.runner = self._begin(self._rows)
             return
-        reader = self._begin(added)
-        reader.prefill()
-        self.reader.append_rows(reader)
+        runner = self._begin(added)
+        runner.prefill()
+        self.runner.append_rows(runner)
 
     def _begin(self, rows: Sequence[_CachedRow], restarts: bool = False) -> Target:
-        """A target before its prefill for these rows, whose counts are reset; prompts are the texts, cut to the window.
+        """A runner for these rows, before its prefill; resets their counts.
 
-        Without the window, unless one of them exceeds it. Texts that restart do so without their last token, which the
-        next pass computes.
+        The prompts are the texts; if one exceeds the window, or on a restart, all are cut to it. On a restart the last
+        token is left for the next pass.
         """
         texts = [row.text.tokens[:-1] if restarts else row.text.tokens for row in rows]
         window = self._window
@@ -221,14 +222,15 @@ class DraftModelDrafter(Drafter[UncachedText]):
             window = None
         prompts = [window.kept(tokens) if window else tokens for tokens in texts]
         for row, tokens, kept in zip(rows, texts, prompts, strict=True):
-            row.begin = row.cached = len(tokens)
+            row.prefilled = len(tokens)
+            row.cached = len(tokens)
             row.skipped = len(tokens) - len(kept)
         if (longest := max(map(len, prompts))) > self._max_positions:
             raise ValueError(
                 f"the prompt has {longest} tokens, but the draft reads at most {self._max_positions}; use another draft"
             )
         model = self._draft.model
-        prompt = draft_prompt(model, self._batch, list(map(self._known, prompts)))
+        prompt = draft_prompt(model, self._batch, list(map(self._without_unknown_ids, prompts)))
         try:
             check_computation(model, TargetRequirements(), *prompt)
         except ValueError as error:
@@ -236,8 +238,8 @@ class DraftModelDrafter(Drafter[UncachedText]):
             raise ValueError(f"the draft model, not the target: {error}; or {remedy}") from error
         return make_target(TargetRequirements(), model, *prompt, compile=self._draft.compile)
 
-    def _known(self, tokens: Sequence[int]) -> list[int]:
-        """Token ids, with 0 in place of those without an embedding: a target may have a larger, padded table."""
+    def _without_unknown_ids(self, tokens: Sequence[int]) -> list[int]:
+        """Token ids, with 0 for those that the draft model has no embedding of: a target's table may be larger."""
         size = embedding_size(self._draft.model)
         return [token if token < size else 0 for token in tokens]
 
@@ -246,67 +248,71 @@ class DraftModelDrafter(Drafter[UncachedText]):
         window = self._window
         return 1 + sum(window) if window is not None and window.is_exceeded_by(row.length) else row.length
 
-    def _limited(self, max_depths: Sequence[int]) -> list[int]:
-        """Update the texts; how deep each row can draft in its positions and slots, 0 if its text is incomplete."""
+    def _update_texts(self) -> list[bool]:
+        """Append the new tokens to the texts; returns which texts are complete."""
         generated = self._batch.state.generated
-        is_complete = [row.text.extend(tokens) for row, tokens in zip(self._rows, generated, strict=True)]
-        if max(map(self._length, self._rows)) + MAX_DRAFT_SLOTS > self.reader.slot_limit:
+        return [row.text.extend(tokens) for row, tokens in zip(self._rows, generated, strict=True)]
+
+    def _depth_limits(self, max_depths: Sequence[int], is_complete: Sequence[bool]) -> list[int]:
+        """How deep each row can draft in its positions and slots, 0 if its text is incomplete."""
+        if max(map(self._length, self._rows)) + MAX_DRAFT_SLOTS > self.runner.slot_limit:
             return [0] * len(self._rows)
         limits = []
         for row, complete in zip(self._rows, is_complete, strict=True):
             # Nothing is known of the text after a prompt to which tokens without text were added.
-            has_text = len(row.text.tokens) > row.begin
+            has_text = len(row.text.tokens) > row.prefilled
             limits.append(max(0, self._max_positions - self._length(row)) if complete and has_text else 0)
         return [min(depth, limit) for depth, limit in zip(max_depths, limits, strict=True)]
 
-    def _uncached(self, depths: list[int]) -> UncachedText:
-        """The tokens that the draft model has not read, of the rows that draft; one token of the others.
+    def _prepare_pass(self, depths: list[int]) -> UncachedText:
+        """Roll the cache back to the text of the drafting rows.
 
-        The cache is first brought to the tokens before them.
+        Returns the tokens that the model has not computed (one dummy token for other rows).
         """
         window = self._window
         rows = self._rows
-        drafts = [depth > 0 for depth in depths]
-        self._drafts = drafts
+        self._is_drafting = [depth > 0 for depth in depths]
         self._expanded = 0
         passes = []
         # Where a row exceeds the window, all rows are computed again from what the window has of them.
-        longest = max(row.length for row, row_drafts in zip(rows, drafts, strict=True) if row_drafts)
+        longest = max(row.length for row, is_drafting in zip(rows, self._is_drafting, strict=True) if is_drafting)
         if window and window.is_exceeded_by(longest):
-            self.reader = self._begin(rows, restarts=True)
-            self.reader.prefill()
-            passes.append(sum(row.begin - row.skipped for row in rows))
-        self.reader.drop_rows(self._batch.active_rows())
+            self.runner = self._begin(rows, restarts=True)
+            self.runner.prefill()
+            passes.append(sum(row.prefilled - row.skipped for row in rows))
+        self.runner.drop_rows(self._batch.active_rows())
         # The last token of a text is computed anew.
-        cached = [max(row.begin, min(row.cached, len(row.text.tokens) - 1)) for row in rows]
+        cached = [max(row.prefilled, min(row.cached, len(row.text.tokens) - 1)) for row in rows]
         if cached != [row.cached for row in rows]:
-            self.reader.rewind([count - row.begin for row, count in zip(rows, cached, strict=True)])
+            self.runner.rewind([count - row.prefilled for row, count in zip(rows, cached, strict=True)])
             for row, count in zip(rows, cached, strict=True):
                 row.cached = count
-        uncached = [row.text.tokens[row.cached :] for row in rows]
-        tokens = [self._known(text) if row_drafts else [0] for text, row_drafts in zip(uncached, drafts, strict=True)]
+        tokens = [
+            self._without_unknown_ids(row.text.tokens[row.cached :]) if is_drafting else [0]
+            for row, is_drafting in zip(rows, self._is_drafting, strict=True)
+        ]
         masks = max(depths) - 1 if self.is_one_pass else 0
-        passes.append(sum(drafts) * (max(map(len, tokens)) + masks))
+        passes.append(sum(self._is_drafting) * (max(map(len, tokens)) + masks))
         return UncachedText(tokens, depths, passes)
 
     def _extend(self, text: UncachedText, masks: Sequence[int] = ()) -> torch.Tensor:
         """`[batch, tokens, vocab]` logits of a pass over uncached tokens, which are kept, and masks after them."""
         tree = DraftTree.chains([[*tokens[1:], *masks] for tokens in text.tokens])
-        logits = self.reader.forward(tree, [tokens[0] for tokens in text.tokens], self._drafts)
-        kept = zip(text.tokens, self._drafts, strict=True)
-        self.reader.commit([list(range(len(tokens) - 1)) if drafts else None for tokens, drafts in kept])
+        logits = self.runner.forward(tree, [tokens[0] for tokens in text.tokens], self._is_drafting)
+        kept = zip(text.tokens, self._is_drafting, strict=True)
+        self.runner.commit([list(range(len(tokens) - 1)) if is_drafting else None for tokens, is_drafting in kept])
         self._count_cached(text.tokens)
         return logits
 
     def _count_cached(self, added: Sequence[Sequence[int]]) -> None:
         """Count tokens that were added to the cache, in the rows that draft."""
-        for row, drafts, tokens in zip(self._rows, self._drafts, added, strict=True):
-            row.cached += drafts * len(tokens)
+        for row, is_drafting, tokens in zip(self._rows, self._is_drafting, added, strict=True):
+            row.cached += len(tokens) if is_drafting else 0
 
-    def _store_levels(self, passes: CapturablePasses, states: torch.Tensor | None, expanded: int) -> None:
+    def _store_levels(self, capturable: CapturablePasses, states: torch.Tensor | None, expanded: int) -> None:
         """Count nodes that a captured function has expanded."""
         self._expanded = expanded
-        passes.store_levels(states, expanded)
+        capturable.store_levels(states, expanded)
 
 
 def _last_of(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

@@ -14,7 +14,7 @@ from collections import Counter
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from hf_specgen.candidates.draft_batch import Texts
+from hf_specgen.candidates.draft_batch import RowState
 
 logger = logging.getLogger("hf_specgen")
 
@@ -77,7 +77,7 @@ def check_window(setting: DraftWindowSetting) -> DraftWindowSetting:
     )
 
 
-def draft_window(setting: DraftWindowSetting, config: Any, texts: Texts) -> DraftWindow | None:
+def draft_window(setting: DraftWindowSetting, config: Any, texts: RowState) -> DraftWindow | None:
     """The window of a call, by what the drafter's config states of the longest text in training, and of positions."""
     trained_length = getattr(config, "trained_length", None)
     positions = getattr(getattr(config, "layer", config), "max_position_embeddings", None)

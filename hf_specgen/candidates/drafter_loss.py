@@ -31,9 +31,9 @@ class DrafterLoss:
         # The loss of the last call, without its gains; drafters pause for one step at most before they draft again.
         earlier = memory.recall(self._model, self._key, DraftingLoss)
         self._loss = DraftingLoss(min(earlier.plain_steps, MAX_DRAFTER_LOSS))
-        # Steps without drafters: their time in plain steps, and their tokens. One plain step is assumed.
-        self._copied_steps = 1.0
-        self._copied_tokens = 1.0
+        # Steps without drafters: their time in units of T(1), and their tokens. One plain step is assumed.
+        self._time_without_drafters = 1.0
+        self._tokens_without_drafters = 1.0
 
     @property
     def is_too_high(self) -> bool:
@@ -41,14 +41,14 @@ class DrafterLoss:
         return self._loss.plain_steps >= MAX_DRAFTER_LOSS
 
     def observe(
-        self, result: VerificationResult, copied: DraftTree, drafted: DraftTree, passes: Sequence[int]
+        self, result: VerificationResult, tree_without_pass: DraftTree, tree: DraftTree, passes: Sequence[int]
     ) -> float:
         """Count a step; returns the change of the loss above 0, negative where the drafters make up for earlier losses.
 
         Args:
             result: its outcome.
-            copied: the tree of the members without a forward pass, also where it was not verified.
-            drafted: the tree of the step.
+            tree_without_pass: that of the members without a forward pass, also where it was not verified.
+            tree: that of the step.
             passes: tokens of each pass of the drafters; empty if they did not draft.
         """
         rows = sum(path is not None for path in result.paths)
@@ -57,20 +57,20 @@ class DrafterLoss:
             return 0.0
         plain = latency.target.seconds_of(rows)
         # What the other members would have taken and yielded: recent steps count more than earlier ones.
-        copied_steps = latency.target.seconds_of(rows * (1 + copied.nodes)) / plain
-        copied_paths = map(path_of_tokens, copied.token_lists(), copied.parents, result.tokens)
-        copied_tokens = 1 + sum(map(len, copied_paths)) / rows
-        self._copied_steps = FORGETTING * self._copied_steps + copied_steps
-        self._copied_tokens = FORGETTING * self._copied_tokens + copied_tokens
+        time = latency.target.seconds_of(rows * (1 + tree_without_pass.nodes)) / plain
+        paths = map(path_of_tokens, tree_without_pass.token_lists(), tree_without_pass.parents, result.tokens)
+        tokens = 1 + sum(map(len, paths)) / rows
+        self._time_without_drafters = FORGETTING * self._time_without_drafters + time
+        self._tokens_without_drafters = FORGETTING * self._tokens_without_drafters + tokens
         if not passes:
             if self.is_too_high:
                 self._loss.add(-LOSS_PER_STEP)
                 memory.store(self._model, self._key, self._loss)
             return 0.0
-        seconds = latency.target.seconds_of(rows * (1 + drafted.nodes)) + latency.drafter.draft(passes)
-        added_tokens = max(0.0, sum(map(len, result.tokens)) / rows - copied_tokens)
-        gained = added_tokens * self._copied_steps / self._copied_tokens
+        seconds = latency.target.seconds_of(rows * (1 + tree.nodes)) + latency.draft.draft_seconds(passes)
+        added_tokens = max(0.0, sum(map(len, result.tokens)) / rows - tokens)
+        gained = added_tokens * self._time_without_drafters / self._tokens_without_drafters
         before = self._loss.plain_steps
-        self._loss.add(seconds / plain - copied_steps - gained)
+        self._loss.add(seconds / plain - time - gained)
         memory.store(self._model, self._key, self._loss)
         return max(0.0, self._loss.plain_steps) - max(0.0, before)

@@ -15,7 +15,7 @@ from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_window import warn_of_length
 from hf_specgen.candidates.level_draft import LevelDraft
 from hf_specgen.candidates.one_pass import one_pass_draft
-from hf_specgen.device_tree import NUMBER, DeviceTree
+from hf_specgen.device_tree import EXPANSION_INDEX, DeviceTree
 from hf_specgen.drafter import Drafter, T
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult
@@ -43,9 +43,9 @@ class DrafterSession(DraftSession, Generic[T]):
     ):
         super().__init__(batch)
         self.drafter = drafter
-        self.passes: Sequence[int] = []
+        self.tokens_per_pass: Sequence[int] = []
         self._k = int(min(k, drafter.max_depth))
-        self._size = tree
+        self._tree_setting = tree
         self._threshold = confidence_threshold
         self._tree = DraftTree.empty(batch.state.batch)
         self._expanded = 0  # nodes of each row that were expanded in the last draft
@@ -70,38 +70,40 @@ class DrafterSession(DraftSession, Generic[T]):
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         self._tree = DraftTree.empty(len(max_depths))
         self._expanded = 0
-        self.passes = []
+        self.tokens_per_pass = []
         text = self.drafter.take([min(self._k, depth) for depth in max_depths])
         if text is None:
             return self._tree
-        self.passes = text.passes
+        self.tokens_per_pass = text.tokens_per_pass
         if self.drafter.is_one_pass:
-            self._tree = one_pass_draft(self.batch, self.drafter, text, self._size)
+            self._tree = one_pass_draft(self.batch, self.drafter, text, self._tree_setting)
             return self._tree
-        draft = LevelDraft(self.batch, self.drafter, text, self._k, self._size, self._threshold, self._estimator)
-        self._tree = draft.grow()
+        draft = LevelDraft(
+            self.batch, self.drafter, text, self._k, self._tree_setting, self._threshold, self._estimator
+        )
+        self._tree = draft.build()
         self._expanded = draft.growth.expanded
-        self.passes = [*text.passes, *draft.passes]
+        self.tokens_per_pass = [*text.tokens_per_pass, *draft.tokens_per_pass]
         return self._tree
 
     def observe(self, result: VerificationResult) -> None:
         """Count the outcome, and keep what was computed for accepted nodes."""
         self._count_by_length(result)
-        self._estimator.count(sum(result.accepted), sum(map(sum, self._tree.probability or ())))
+        self._estimator.record_outcome(sum(result.accepted), sum(map(sum, self._tree.probability or ())))
         self.drafter.commit(self._expanded_paths(result))
 
     def _expanded_paths(self, result: VerificationResult) -> list[list[int]]:
         """The accepted nodes that were expanded, which come first in their path: a child is expanded after its parent.
 
-        Here the node that was expanded first is 0, while its `NUMBER` is 1.
+        Here the node that was expanded first is 0, while its `EXPANSION_INDEX` is 1.
         """
         if not self._expanded:
             return [[] for _ in result.paths]
         values = cast(DeviceTree, self._tree).node_values
         paths = []
         for nodes, path in zip(values, result.paths, strict=True):
-            numbers = nodes[path or [], NUMBER].tolist()
-            paths.append([number - 1 for number in numbers if 0 < number <= self._expanded])
+            indices = nodes[path or [], EXPANSION_INDEX].tolist()
+            paths.append([index - 1 for index in indices if 0 < index <= self._expanded])
         return paths
 
     def _count_by_length(self, result: VerificationResult) -> None:

@@ -1,4 +1,4 @@
-"""What draft heads read of the target: the hidden states of accepted tokens, each of them once.
+"""Features, EAGLE's word for the target's hidden states: what draft heads read of accepted tokens, each of them once.
 
 text               x0   x1   x2   x3 (pending)
 hidden states      h0   h1   h2                   of the tokens that the target has processed
@@ -54,7 +54,7 @@ class FeatureQueue:
         self._layers = layers
         self._window = window
         self._rows: list[_Queue] = []
-        self.was_taken = False
+        self._was_taken = False
 
     @property
     def is_empty(self) -> bool:
@@ -112,7 +112,7 @@ class FeatureQueue:
     def _can_begin(self) -> bool:
         """Whether features were taken before, or an active row has some: not if all prompts are padding only."""
         rows = enumerate(self._rows)
-        return self.was_taken or any(row.count for index, row in rows if not self._state.has_ended(index))
+        return self._was_taken or any(row.count for index, row in rows if not self._state.has_ended(index))
 
     def _add_rows(self, states: Sequence[torch.Tensor]) -> None:
         """Add the rows that are not in the queue yet, with their hidden states; `states` are of all rows."""
@@ -128,8 +128,8 @@ class FeatureQueue:
 
         A row that exceeds the window is restarted: it gets all features in the window, those taken before included.
         """
-        new = HeadText([], [], self._batch.active_rows(), is_first=not self.was_taken)
-        self.was_taken = True
+        new = HeadText([], [], self._batch.active_rows(), is_first=not self._was_taken)
+        self._was_taken = True
         restarted = []
         for index, row in enumerate(self._rows):
             features, tokens = self._remove_first(index, row, limits[index])
@@ -175,4 +175,4 @@ class LastStates:
             return None
         rows = self._batch.present_rows
         states = self._batch.last_states(self._layers)
-        return StateText(states, self._batch.state.pending(), rows, max_depths, passes=[len(rows)])
+        return StateText(states, self._batch.state.pending(), rows, max_depths, tokens_per_pass=[len(rows)])

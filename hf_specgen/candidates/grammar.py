@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,13 +49,13 @@ def states_of_rows(batch: DraftBatch) -> list[GrammarState]:
     return []
 
 
-def grammar_drafts(batch: DraftBatch, size: Tree) -> DraftChange | None:
-    """Drafts of this size that obey the grammar of the call; None if it has none, or they are switched off."""
+def grammar_drafts(batch: DraftBatch, tree: Tree) -> DraftChange | None:
+    """Drafts with this tree setting that obey the grammar of the call; None if there are none."""
     # An early-exit target has run its first layers on the nodes of a draft: others cannot be added to it.
     if not batch.call.settings.grammar_drafts or isinstance(batch.target, EarlyExitTarget):
         return None
     states = states_of_rows(batch)
-    return GrammarDrafts(batch, states, size) if states else None
+    return GrammarDrafts(batch, states, tree) if states else None
 
 
 class _Texts(dict[int, str | None]):
@@ -117,26 +117,26 @@ class _Node(NamedTuple):
 class GrammarDrafts:
     """Extends and filters drafts by the grammar of each row, given in its state of the beginning; a `DraftChange`."""
 
-    def __init__(self, batch: DraftBatch, states: Sequence[GrammarState], size: Any):
+    def __init__(self, batch: DraftBatch, states: Sequence[GrammarState], tree: Tree):
         texts = _Texts(batch.call)
         self._batch = batch
         self._rows = [_Row(prompt, state, texts) for prompt, state in zip(batch.state.prompts, states, strict=True)]
-        self._size = size
+        self._tree_setting = tree
 
     def __call__(self, tree: DraftTree, max_depths: Sequence[int]) -> DraftTree:
         """The most probable tree of what the session drafted and the grammar allows, and of what the grammar forces."""
         if tree.q is not None:  # a sampled node must not be left out because of its token
             return tree
-        size = self._size
-        if size != "auto" and not isinstance(size, int):
-            size = None if tree.is_chain else tree.nodes
+        setting = self._tree_setting
+        if setting != "auto" and not isinstance(setting, int):
+            setting = None if tree.is_chain else tree.nodes
         for row, generated in zip(self._rows, self._batch.state.generated, strict=True):
             row.update(generated)
 
         def search(row: int, limits: SearchLimits) -> SearchTree[_Node]:
             return self._rows[row].search(node_children(tree, row), max_depths[row], limits)
 
-        return draft_rows(self._batch, size, max_depths, search)[0]
+        return draft_rows(self._batch, setting, max_depths, search)[0]
 
 
 class _Row:

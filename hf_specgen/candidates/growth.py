@@ -1,18 +1,19 @@
 """Draft trees of drafters with one forward pass per level, as tensors on the drafter's device.
 
 A pass gives for some nodes likely next tokens with acceptance probabilities; the most likely ones are the nodes of the
-next pass. Shapes depend on the numbers of levels, nodes and children alone, so several levels run without a host read.
+next pass. Shapes depend on the numbers of levels, nodes and children alone, so several levels run without a host
+synchronization.
 
 All tokens that were proposed are *candidates*; the children of a node are a *group*. Candidates that a pass of the
-drafter has run on are *expanded*, and are numbered in that order; the row's last token has number 0. Group n + 1 has
-the children of number n, and group 0 the last token itself, padded to the size of a group. A row whose last token is t,
-with two children of each node, after two passes that expanded b as number 1, then c as number 2 and d as number 3::
+drafter has run on are *expanded*; their *expansion index* counts them in that order, and is 0 for the row's last token.
+Group n + 1 has the children of expansion index n, and group 0 the last token itself, padded to the size of a group. A
+row whose last token is t, with two children of each node, after two passes that expanded b (1), then c (2) and d (3)::
 
     t ─┬─ a                     group      0  0 | 1  1 | 2  2 | 3  3   4  4     by candidate index 0, 1, 2, …
        └─ b ─┬─ c ─┬─ e         token      t  . | a  b | c  d | e  f   g  h     a level between two bars
-             │     └─ f         number     0  . | .  1 | 2  3 | .  .   .  .     none if it is not expanded
+             │     └─ f         expansion  0  . | .  1 | 2  3 | .  .   .  .     expansion index; none: not expanded
              └─ d ─┬─ g         depth      0  0 | 1  1 | 2  2 | 3  3   3  3
-                   └─ h         parent    -1 -1 | 0  0 | 1  1 | 2  2   3  3     the number of its parent
+                   └─ h         parent    -1 -1 | 0  0 | 1  1 | 2  2   3  3     the expansion index of its parent
 
     candidate index of t, b, c, d: [0, 3, 4, 5] = [0, 2, 4, 4] where their level begins + [0, 1, 0, 1] in their level
 
@@ -33,8 +34,8 @@ from torch import Tensor
 from hf_specgen.candidates.level_tensors import Expansion, LevelTensors, TreeLevel
 from hf_specgen.device_tree import (
     DEPTH,
+    EXPANSION_INDEX,
     NO_NODE,
-    NUMBER,
     PARENT,
     PATH,
     PLANES,
@@ -46,14 +47,14 @@ from hf_specgen.device_tree import (
     Selection,
     probability_of,
 )
-from hf_specgen.targets.cache import padded_width
+from hf_specgen.targets.cache import padded_tokens
 from hf_specgen.tree import TreeStructure, ancestors_of
 
-LEVELS_PER_READ = 4
-"""Passes between reads of an accelerator by the host; on a CPU, where nothing has to wait, every level is read."""
-CLOSED = 1e4
-"""Subtracted from the log path probability of a candidate that must not be expanded: it is expanded only as padding."""
-UNEXPANDED = -2  # the number of a candidate that was not expanded
+LEVELS_PER_SYNC = 4
+"""Levels that are drafted between two synchronizations with the host; 1 on a CPU."""
+NOT_EXPANDABLE_PENALTY = 1e4
+"""Subtracted from the expansion score of a candidate that must not be expanded: it is expanded only as padding."""
+UNEXPANDED = -2  # the expansion index of a candidate that was not expanded
 
 
 class Growth:
@@ -76,7 +77,7 @@ class Growth:
         ([[5, 7, 6]], ((-1, 0, -1),))
     """
 
-    _expandable: Tensor
+    _expansion_scores: Tensor
     """`[rows, last level]` log path probabilities by which the last level is expanded; set by `add` and `extend`."""
 
     def __init__(
@@ -88,7 +89,7 @@ class Growth:
         self.levels = 0  # levels of candidates so far, which is also the depth of the last level
         self.expanded = 0  # how many nodes of each row are expanded so far
         self.drafting_rows = sum(depth > 0 for depth in max_depths)
-        self.levels_per_read = 1 if last_tokens.is_cpu else LEVELS_PER_READ
+        self.levels_per_sync = 1 if last_tokens.is_cpu else LEVELS_PER_SYNC
         self.max_depths_on_device = depths_on_device
         if depths_on_device is None and len(set(max_depths)) > 1:  # if all are equal, no level exceeds any of them
             self.max_depths_on_device = torch.tensor(self.max_depths, device=last_tokens.device)[:, None]
@@ -96,16 +97,16 @@ class Growth:
         self._expansions: list[Expansion] = []  # the n-th one comes before level n + 1
         self._widths: tuple[int, ...] = ()  # of the expansions
         self._ancestors = Ancestors(len(self.max_depths), 1, last_tokens.device)  # of the last frontier
-        self._packed: list[LevelTensors] = []  # the first `_packed_levels` levels
-        self._packed_levels = 0
+        self._level_tensors: list[LevelTensors] = []  # the first `_num_packed` levels, packed
+        self._num_packed = 0
         # The best nodes, if a captured function has made the last levels, and their values once the host has read them.
         self._selection: Selection | None = None
-        self._read_values: Floats | None = None
+        self._host_values: Floats | None = None
         self._constants_of_end: Constants | None = None  # in a captured function, of the tree after all of its levels
 
     @property
     def device(self) -> torch.device:
-        """Where it grows."""
+        """The device of the tensors."""
         return self.last_tokens.device
 
     @property
@@ -118,14 +119,14 @@ class Growth:
         """How many candidates of each row are in the last level."""
         return self.children * (self._widths[-1] if self._widths else 1)
 
-    def add(self, tokens: Tensor, log_acceptance: Tensor, expandable: Tensor | None = None) -> None:
+    def add(self, tokens: Tensor, log_acceptance: Tensor, may_expand: Tensor | None = None) -> None:
         """Add the children of the nodes that were expanded last, at first of each row's last token.
 
         Args:
             tokens: `[rows, expanded last, children]`, most preferred first.
             log_acceptance: of the same shape, the logarithm of the probability that the target chooses each, given that
                 it reached the node; below 0, so that every node is less likely than its parent.
-            expandable: of the same shape, whether each may be expanded; None: all.
+            may_expand: of the same shape, whether each may be expanded; None: all.
         """
         paths = log_acceptance
         if self._expansions:
@@ -133,9 +134,9 @@ class Growth:
         paths = paths.flatten(1)
         if self.max_depths_on_device is not None:  # the children have the depth `levels + 1`
             paths = paths.masked_fill(self.max_depths_on_device <= self.levels, NO_NODE)
-        self._expandable = paths
-        if expandable is not None:  # others stay candidates, but have no children, see `CLOSED`
-            self._expandable = torch.where(expandable.flatten(1), paths, paths - CLOSED)
+        self._expansion_scores = paths
+        if may_expand is not None:  # others stay candidates, but have no children
+            self._expansion_scores = torch.where(may_expand.flatten(1), paths, paths - NOT_EXPANDABLE_PENALTY)
         self._levels.append(TreeLevel(tokens.flatten(1), paths))
         self.levels += 1
         self._selection = None
@@ -151,9 +152,9 @@ class Growth:
         parent_index = None
         depths = None
         if self.children == 1:
-            self._expansions.append(Expansion(self._expandable))
+            self._expansions.append(Expansion(self._expansion_scores))
         else:
-            paths, index = self._expandable.topk(width, dim=1)
+            paths, index = self._expansion_scores.topk(width, dim=1)
             self._expansions.append(Expansion(paths, index))
             tokens = tokens.gather(1, index)
             # In a level the groups are in the order of the frontier before this one, which at first is the root.
@@ -163,7 +164,7 @@ class Growth:
         return Frontier(tokens, self.levels, self.expanded, self.children == 1, self._ancestors, depths, parent_index)
 
     def structure(self) -> TreeStructure:
-        """As `Frontier.structure`, for captured functions: made of `constants`, which must live as long as a graph."""
+        """Depths of expanded nodes, ancestors of the last frontier, from `constants`, which live as long as a graph."""
         depths = self.constants.depths[: 1 + self.expanded].expand(len(self.max_depths), -1)
         return TreeStructure(depths, self._ancestors.matrix)
 
@@ -176,27 +177,32 @@ class Growth:
         """The constants of the tree after so many passes, each of which expands so many nodes."""
         return _constants(self.children, self._widths + (width,) * passes, self.device)
 
-    def packed(self) -> tuple[LevelTensors, ...]:
-        """All levels so far, in one `LevelTensors` for each call that found new levels. Called after `add`."""
-        first = self._packed_levels  # the index of the first level that is not packed
+    def level_tensors(self) -> tuple[LevelTensors, ...]:
+        """All levels so far; those added since the previous call are packed into one more `LevelTensors`."""
+        first = self._num_packed  # the index of the first level that is not packed
         if first < len(self._levels):
             # `_levels[i]` comes after `_expansions[i - 1]`, and `_levels[0]` after none.
             first_expansion = max(0, first - 1)
             levels = self._levels[first:]
             expansions = self._expansions[first_expansion:]
             ancestors = self._ancestors.matrix if self._widths else None
-            self._packed.append(LevelTensors.of(levels, expansions, self._expandable, ancestors))
-            self._packed_levels = len(self._levels)
-        return tuple(self._packed)
+            self._level_tensors.append(LevelTensors.pack(levels, expansions, self._expansion_scores, ancestors))
+            self._num_packed = len(self._levels)
+        return tuple(self._level_tensors)
 
     @classmethod
-    def of_packed(
-        cls, packed: Sequence[LevelTensors], children: int, tokens: Tensor, depths: Tensor | None, constants: Constants
+    def from_level_tensors(
+        cls,
+        level_tensors: Sequence[LevelTensors],
+        children: int,
+        last_tokens: Tensor,
+        depths_on_device: Tensor | None,
+        final_constants: Constants,
     ) -> Growth:
-        """Rebuild a tree in a captured function, of `last_tokens`, `depths_on_device`, and constants of its end."""
-        growth = cls([0] * len(tokens), children, tokens, depths)  # the depths on the host are not read
-        growth._constants_of_end = constants
-        for tensors in packed:
+        """Rebuild a tree in a captured function; the constants are those after all passes of the function."""
+        growth = cls([0] * len(last_tokens), children, last_tokens, depths_on_device)  # host depths are not used
+        growth._constants_of_end = final_constants
+        for tensors in level_tensors:
             growth.extend(tensors)
         return growth
 
@@ -207,7 +213,7 @@ class Growth:
             tensors: the levels after the present ones.
             selection: the best nodes of the tree with these levels; None: `best` selects them.
         """
-        levels, expansions, self._expandable = tensors.unpack(self.children, is_first=not self._levels)
+        levels, expansions, self._expansion_scores = tensors.unpack(self.children, is_first=not self._levels)
         # What `expand` changes, for each of the expansions.
         self._expansions += expansions
         self._widths += tensors.widths
@@ -218,45 +224,46 @@ class Growth:
         self._levels += levels
         self.levels += len(levels)
         self._selection = selection
-        self._read_values = None
+        self._host_values = None
         # These levels are packed already.
-        self._packed.append(tensors)
-        self._packed_levels = len(self._levels)
+        self._level_tensors.append(tensors)
+        self._num_packed = len(self._levels)
 
-    def select(self, nodes: int) -> Selection:
+    def best_padded(self, nodes: int) -> Selection:
         """The best nodes, at most so many, padded to the width of a captured pass; and the last level."""
         tree = self.best(nodes)
-        return Selection.of(tree.padded(padded_width(1 + tree.nodes) - 1), self._expandable)
+        return Selection.of(tree.padded(padded_tokens(1 + tree.nodes) - 1), self._expansion_scores)
 
-    def read(self) -> Snapshot:
-        """Read the probabilities of all candidates in one transfer; of a selection, all values of its nodes instead."""
+    def to_host(self) -> Snapshot:
+        """Copy the probabilities of all candidates in one transfer; of a selection, all values of its nodes instead."""
         if self._selection is not None:
-            read = self._selection.read.cpu().numpy()
-            values, expandable = self._selection.split(read)
-            self._read_values = values
+            flat = self._selection.flat.cpu().numpy()
+            values, scores = self._selection.split(flat)
+            self._host_values = values
             paths = values[:, PATH, 1:]
         else:
-            read = torch.cat([*(level.paths for level in self._levels), self._expandable], dim=1).cpu().numpy()
-            paths = read[:, : self.candidates]
-            expandable = read[:, self.candidates :]
+            flat = torch.cat([*(level.paths for level in self._levels), self._expansion_scores], dim=1).cpu().numpy()
+            paths = flat[:, : self.candidates]
+            scores = flat[:, self.candidates :]
         if min(self.max_depths) <= self.levels:  # nodes at the maximum depth of their row are not expanded
-            expandable = np.where(np.array(self.max_depths)[:, None] > self.levels, expandable, NO_NODE)
-        return Snapshot(self.levels, _descending(paths), _descending(expandable))
+            scores = np.where(np.array(self.max_depths)[:, None] > self.levels, scores, NO_NODE)
+        return Snapshot(self.levels, _descending(paths), _descending(scores))
 
     def best(self, nodes: int) -> DeviceTree:
         """The most probable trees of at most `nodes` nodes, in descending order of their path probability."""
         nodes = min(nodes, self.candidates)
         if self._selection is not None:
-            return self._selection.first(nodes, self._read_values)
+            return self._selection.first(nodes, self._host_values)
         values = self._values(self._expanded_ids())
         order = None  # chains have this order already
         if self.children > 1:
+            # The root has log probability 0, above all nodes, so it comes first; parents precede children.
             order = values[:, PATH].topk(1 + nodes, dim=1).indices
         tree, _ = self._tree(values, order, nodes)
         return tree
 
     def best_with_expanded(self, nodes: int, expanded_first: bool) -> tuple[DeviceTree, Tensor]:
-        """Trees of all expanded nodes and the most probable others; with `[rows, nodes]` the number of each parent.
+        """Trees of all expanded nodes and the most probable others; with each parent's expansion index (0: the root).
 
         Args:
             nodes: how many nodes at most, but at least `expanded`.
@@ -280,13 +287,13 @@ class Growth:
     def _tree(
         self, values: Tensor, order: Tensor | None, nodes: int, includes_rejected: bool = False
     ) -> tuple[DeviceTree, Tensor]:
-        """Trees of some candidates, and `[rows, nodes]` the number of the parent of each of their nodes.
+        """Trees of some candidates, and `[rows, nodes]` the expansion index of each node's parent.
 
         Args:
             values: of all candidates, see `_values`.
             order: `[rows, 1 + nodes]` the candidate index of each row's last token, then of the nodes; children come
                 after their parents. None for chains, of which the first nodes are taken.
-            nodes: their number.
+            nodes: how many of them.
             includes_rejected: see `DeviceTree`.
         """
         if order is not None:
@@ -295,31 +302,32 @@ class Growth:
         integers = values[:, :PATH].long()
         structure = None
         if order is not None:
-            is_parent = integers[:, PARENT, :, None] == integers[:, NUMBER, None]
+            is_parent = integers[:, PARENT, :, None] == integers[:, EXPANSION_INDEX, None]
             structure = TreeStructure(integers[:, DEPTH], ancestors_of(is_parent))
         tree = DeviceTree(values, integers[:, TOKEN], structure, includes_rejected)
         return tree, integers[:, PARENT, 1:]
 
     def _expanded_ids(self) -> Tensor | None:
-        """`[rows, 1 + expanded]` the candidate index of each number; None for chains, where both are equal."""
+        """`[rows, 1 + expanded]` the candidate index of each expansion index; None for chains, where both are equal."""
         if self.children == 1:
             return None
         root = self.constants.root_id.expand(len(self.max_depths), -1)
-        chosen = [expansion.chosen for expansion in self._expansions if expansion.chosen is not None]
-        return torch.cat([root, *chosen], dim=1) + self.constants.level_starts
+        indices = [expansion.indices for expansion in self._expansions if expansion.indices is not None]
+        return torch.cat([root, *indices], dim=1) + self.constants.level_starts
 
     def _values(self, ids: Tensor | None) -> Tensor:
         """`[rows, PLANES, children + candidates]` values by candidate index, from group 0 on, see `DeviceTree`."""
         rows = len(self.max_depths)
         constants = self.constants
-        numbers = constants.numbers.expand(rows, -1)
-        if ids is not None:  # number n belongs to the candidate `ids[n]`
-            numbers = constants.unexpanded.expand(rows, -1).scatter(1, ids, numbers[:, : 1 + self.expanded])
+        indices = constants.expansion_indices.expand(rows, -1)
+        if ids is not None:  # expansion index n belongs to the candidate `ids[n]`
+            indices = constants.unexpanded.expand(rows, -1).scatter(1, ids, indices[:, : 1 + self.expanded])
         tokens = [self.last_tokens.expand(-1, self.children), *(level.tokens for level in self._levels)]
         depths_and_parents = constants.depths_and_parents.expand(rows, -1)
         paths = [constants.root_paths.expand(rows, -1), *(level.paths for level in self._levels)]
-        # All planes in one operation: TOKEN, NUMBER, DEPTH and PARENT, PATH. A candidate with NaN is no node.
-        values = torch.cat([*tokens, numbers, depths_and_parents, *paths], dim=1)
+        # All planes in one operation: TOKEN, EXPANSION_INDEX, DEPTH and PARENT, PATH; as float32, in which token ids
+        # below 2**24 are exact. A candidate with NaN is no node.
+        values = torch.cat([*tokens, indices, depths_and_parents, *paths], dim=1)
         return values.nan_to_num(NO_NODE, inf, -inf).view(rows, PLANES, -1)
 
 
@@ -328,9 +336,9 @@ class Constants(NamedTuple):
 
     depths: Tensor  # [1 + expanded] of each row's last token and of the expanded nodes
     level_starts: Tensor  # [1 + expanded] the candidate index with which the level of each expanded node begins
-    numbers: Tensor  # 0, 1, 2, …, one for each candidate
+    expansion_indices: Tensor  # 0, 1, 2, …, one for each candidate
     unexpanded: Tensor  # `UNEXPANDED` for each candidate
-    depths_and_parents: Tensor  # [2 * candidates] the depths of all, then the numbers of the parents of all
+    depths_and_parents: Tensor  # [2 * candidates] the depths of all, then the expansion indices of their parents
     root_paths: Tensor  # [children] logarithms of the path probabilities of group 0
     root_id: Tensor  # [1] the candidate index of each row's last token
 
@@ -342,7 +350,7 @@ def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> 
     level_starts = [0]
     expanded = 0
     for level, width in enumerate(widths, start=1):
-        # A level begins with group n + 1, the children of number n: the first node of the last pass, or the root.
+        # A level begins with group n + 1, the children of expansion index n: the last pass's first node, or the root.
         first_parent = 0 if level == 1 else 1 + expanded - widths[level - 2]
         depths += [level] * width
         level_starts += [(first_parent + 1) * children] * width
@@ -357,7 +365,7 @@ def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> 
     return Constants(
         depths=tensor(depths),
         level_starts=tensor(level_starts),
-        numbers=tensor(range(size)),
+        expansion_indices=tensor(range(size)),
         unexpanded=tensor([UNEXPANDED] * size),
         depths_and_parents=tensor(depth_of_candidate + parent_of_candidate),
         root_paths=tensor(root_paths),
@@ -375,7 +383,7 @@ class Snapshot(NamedTuple):
 
     levels: int
     probability: Floats  # [rows, candidates or selected nodes], 0 where there is no node
-    expandable: Floats  # [rows, last level], 0 where a candidate cannot be expanded
+    expansion_probability: Floats  # [rows, last level], descending too; 0 where a candidate cannot be expanded
 
     def may_improve(self, nodes: int) -> bool:
         """Whether expanding candidates of the last level may change any row's best tree of `nodes` nodes.
@@ -383,4 +391,4 @@ class Snapshot(NamedTuple):
         A child of a node that is not among the best `nodes` nodes cannot be among them either.
         """
         least = self.probability[:, nodes - 1] if self.probability.shape[1] >= nodes else 0.0
-        return bool((self.expandable[:, 0] > least).any())
+        return bool((self.expansion_probability[:, 0] > least).any())

@@ -100,7 +100,7 @@ class EarlyExitText(NamedTuple):
     tokens: torch.Tensor
     active: list[bool]
     depths: Sequence[int]
-    passes: list[int]
+    tokens_per_pass: list[int]
 
 
 class EarlyExitDrafter(Drafter[EarlyExitText]):
@@ -125,11 +125,11 @@ class EarlyExitDrafter(Drafter[EarlyExitText]):
         passes = [sum(depth > 0 for depth in max_depths)]
         return EarlyExitText(pending, self._batch.active_rows(), max_depths, passes)
 
-    def read(self, text: EarlyExitText) -> torch.Tensor:
+    def forward_text(self, text: EarlyExitText) -> torch.Tensor:
         """Run the first layers on each row's last token: `[batch, vocab]` logits."""
         return self._logits(DraftTree.empty(self._batch.state.batch), text.tokens, text.active)[:, -1]
 
-    def expand(self, frontier: Frontier) -> torch.Tensor:
+    def forward_nodes(self, frontier: Frontier) -> torch.Tensor:
         """Run the first layers on the last nodes of a tree: `[batch, new, vocab]` logits."""
         return self._logits(frontier, frontier.tokens)
 

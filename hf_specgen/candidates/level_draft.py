@@ -3,8 +3,8 @@
 Each pass of the drafter runs on the most likely nodes of the last level, and proposes their children. What it
 computes for a node stays in its cache, so that nothing is recomputed when the node is accepted.
 
-    read    logits after each row's last token ─► candidates of level 1
-    expand  logits after the likeliest of them ─► candidates of level 2, and so on
+    forward_text   logits after each row's last token ─► candidates of level 1
+    forward_nodes  logits after the likeliest of them ─► candidates of level 2, and so on
 
 Source: Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees" (2024), section 4.
 """
@@ -17,22 +17,22 @@ import torch
 
 from hf_specgen.candidates.acceptance_estimator import AcceptanceEstimator
 from hf_specgen.candidates.base import vocabulary_size
-from hf_specgen.candidates.captured_levels import Drafted, Proposals, grow_captured
+from hf_specgen.candidates.captured_levels import CandidateProposer, Drafted, add_captured_levels
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.growth import Growth
-from hf_specgen.candidates.tree_size import Plan, tree_size
+from hf_specgen.candidates.tree_size import Plan, tree_sizer
 from hf_specgen.drafter import Drafter, T
 from hf_specgen.targets.passes import CapturablePasses
 from hf_specgen.tree import DraftTree
 
 
 class LevelDraft(Generic[T]):
-    """A draft while it grows.
+    """A draft while it is made.
 
     The text is what the drafter has taken for this draft, the estimator is that of the call.
     """
 
-    growth: Growth  # the trees; set by `grow`
+    growth: Growth  # the trees; set by `build`
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class LevelDraft(Generic[T]):
         drafter: Drafter[T],
         text: T,
         k: int,
-        size: str | int | None,
+        tree: str | int | None,
         threshold: float,
         estimator: AcceptanceEstimator,
     ):
@@ -48,37 +48,36 @@ class LevelDraft(Generic[T]):
         self._drafter = drafter
         self._text = text
         if batch.verifies_chains_only:
-            size = None
-        self._size = tree_size(size, batch, text.depths, drafter.single_pass_tokens, estimator)
+            tree = None
+        self._sizer = tree_sizer(tree, batch, text.depths, drafter.single_pass_tokens, estimator)
         self._k = k
         self._threshold = threshold
         self._qs: list[torch.Tensor] = []  # q after the nodes of each pass, for rejection sampling
-        self._is_captured = False  # whether passes can run as captured functions
-        self.passes: list[int] = []  # tokens, over all rows, of each pass over nodes
+        self._can_capture = False  # whether passes can run as captured functions
+        self.tokens_per_pass: list[int] = []  # tokens, over all rows, of each pass over nodes
 
-    def grow(self) -> DraftTree:
+    def build(self) -> DraftTree:
         """Make the drafter's passes; returns the nodes to verify, with q for rejection sampling."""
         self._first_level()
         # Captured functions may go beyond the deepest limit, so that there are few different ones.
-        k = self._k if self._is_captured else max(self._text.depths)
-        while (plan := self._size.next(self.growth, k)) is not None:
+        k = self._k if self._can_capture else max(self._text.depths)
+        while (plan := self._sizer.next(self.growth, k)) is not None:
             self._expand(plan)
-            self._size.count(plan)
-        self._size.observe()
+            self._sizer.record_passes(plan)
+        self._sizer.record_levels()
         return self._best()
 
     def _first_level(self) -> None:
         """Make the trees with level 1, the candidates after each row's last token; with more if that is captured."""
-        captured = self._drafter.capture(self._text)
-        if captured is not None:  # the pass over the text can be captured, together with further levels
-            self._is_captured = True
-            self._begin(captured.device)
-            if self._expand_first(captured):
+        capturable = self._drafter.capturable_passes(self._text)
+        if capturable is not None:  # the pass over the text can be captured, together with further levels
+            self._can_capture = True
+            self._begin(capturable.device)
+            if self._expand_first(capturable):
                 return
-            logits = self._drafter.read(self._text)[:, None]
-        else:
-            logits = self._drafter.read(self._text)[:, None]
-            self._is_captured = self._drafter.capture() is not None  # further levels alone
+        logits = self._drafter.forward_text(self._text)[:, None]
+        if capturable is None:
+            self._can_capture = self._drafter.capturable_passes() is not None  # further levels alone
             self._begin(logits.device, draft_vocab=logits.shape[-1])
         self._add(logits)
 
@@ -87,88 +86,91 @@ class LevelDraft(Generic[T]):
         depths = self._text.depths
         last_tokens = [self._batch.state.last_token(row) for row in range(len(depths))]
         # In one transfer. CUDA stages a temporary tensor before `to` returns; elsewhere it could be freed too early.
-        values = torch.tensor([last_tokens, list(depths)]).to(device, non_blocking=device.type == "cuda")
-        pending, max_depths = values[..., None]
+        values = torch.tensor([last_tokens, list(depths)]).to(device, non_blocking=device.type == "cuda")[..., None]
+        pending = values[0]
+        max_depths = values[1] if self._can_capture else None
         ids = self._drafter.token_ids
         vocab = vocabulary_size(self._batch.model)
-        children = min(self._size.children, vocab if ids is None else len(ids))
+        children = min(self._sizer.children, vocab if ids is None else len(ids))
         if draft_vocab is not None:
             children = min(children, draft_vocab)
-        self.growth = Growth(depths, children, pending, max_depths if self._is_captured else None)
+        self.growth = Growth(depths, children, pending, max_depths)
         processors = self._batch.score_processors
-        self._proposals = Proposals(children, vocab, self._threshold, processors, ids, self._batch.wants_q)
+        self._proposer = CandidateProposer(children, vocab, self._threshold, processors, ids, self._batch.wants_q)
 
     def _expand(self, plan: Plan) -> None:
         """Make the passes of a plan, in one captured function if there is one."""
-        captured = self._drafter.capture()
-        if captured is None or self._expand_captured(plan, captured) is None:
-            for _ in range(plan.passes):
-                self._add(self._drafter.expand(self.growth.expand(plan.width)))
+        capturable = self._drafter.capturable_passes()
+        if capturable is None or self._expand_captured(plan, capturable) is None:
+            for _ in range(plan.num_passes):
+                self._add(self._drafter.forward_nodes(self.growth.expand(plan.expansion_width)))
         self._count_passes(plan)
 
-    def _expand_first(self, captured: CapturablePasses) -> bool:
+    def _expand_first(self, capturable: CapturablePasses) -> bool:
         """Process new text and expand the first levels in one captured function; False if nothing was done."""
-        plan = self._size.first(self.growth, self._k)
+        plan = self._sizer.first(self.growth, self._k)
         if plan is None:
             return False
-        drafted = self._expand_captured(plan, captured)
+        drafted = self._expand_captured(plan, capturable)
         if drafted is None:
             return False
-        assert captured.store_text is not None
-        captured.store_text(drafted.after_text)
-        self._size.count(plan)
+        assert capturable.store_text is not None
+        capturable.store_text(drafted.after_text)
+        self._sizer.record_passes(plan)
         self._count_passes(plan)
         return True
 
-    def _expand_captured(self, plan: Plan, captured: CapturablePasses) -> Drafted | None:
-        """Make the passes of a plan, after a pass over new text if `captured` has any, by one captured function.
+    def _expand_captured(self, plan: Plan, capturable: CapturablePasses) -> Drafted | None:
+        """Make the passes of a plan, after a pass over new text if there is any, by one captured function.
 
         None, and nothing is done, if they cannot be captured or are not captured yet.
         """
         # In it scores are perturbed by noise that is drawn before, and no logits processor may read them on the host.
-        if not self._batch.shares_noise or self._proposals.processors.reads_scores:
+        if not self._batch.shares_noise or self._proposer.processors.reads_scores:
             return None
         growth = self.growth
-        levels = plan.passes if captured.text is None else 1 + plan.passes  # a pass over new text adds level 1
+        levels = (
+            plan.num_passes if capturable.text is None else 1 + plan.num_passes
+        )  # a pass over new text adds level 1
         # By row, the index of the generated token that each level proposes: one deeper each.
-        first = [len(text) + growth.levels for text in self._batch.state.generated]
-        steps = [list(range(step, step + levels)) for step in first]
-        noise = self._batch.draft_noise(steps, growth.device)
-        drafted = grow_captured(growth, *plan, self._size.max_nodes, captured, self._proposals, noise)
+        first = [len(generated) + growth.levels for generated in self._batch.state.generated]
+        token_indices = [list(range(index, index + levels)) for index in first]
+        noise = self._batch.draft_noise(token_indices, growth.device)
+        drafted = add_captured_levels(growth, *plan, self._sizer.max_nodes, capturable, self._proposer, noise)
         if drafted is not None:
-            captured.store_levels(drafted.states, growth.expanded)
+            capturable.store_levels(drafted.states, growth.expanded)
         return drafted
 
     def _count_passes(self, plan: Plan) -> None:
         """Count passes over nodes, unless deeper levels need no pass, see `Drafter.single_pass_tokens`."""
         if not self._drafter.single_pass_tokens:
-            self.passes += [self.growth.drafting_rows * plan.width] * plan.passes
+            self.tokens_per_pass += [self.growth.drafting_rows * plan.expansion_width] * plan.num_passes
 
     def _add(self, logits: torch.Tensor) -> None:
         """Add the most likely tokens after each node of a pass; `logits` are `[batch, nodes, draft vocab]`."""
-        scores = self._proposals.scores(logits)
+        scores = self._proposer.scores(logits)
         # By row, the index of the generated token that this level proposes.
-        steps = [[len(text) + self.growth.levels] for text in self._batch.state.generated]
+        token_indices = [[len(generated) + self.growth.levels] for generated in self._batch.state.generated]
         ids = self._drafter.token_ids
         if ids is not None:
             ids = ids.expand(len(scores), 1, -1)
-        draft_scores = self._batch.draft_scores(scores, steps, ids)
-        tokens, log_acceptance, expandable, q = self._proposals(scores, draft_scores)
+        draft_scores = self._batch.draft_scores(scores, token_indices, ids)
+        tokens, log_acceptance, may_expand, q = self._proposer(scores, draft_scores)
         if q is not None:
             self._qs.append(q)
-        self.growth.add(tokens, log_acceptance, expandable)
+        self.growth.add(tokens, log_acceptance, may_expand)
 
     def _best(self) -> DraftTree:
         """The nodes that are verified, with q for rejection sampling."""
         growth = self.growth
-        nodes = self._size.nodes(growth)
+        nodes = self._sizer.num_verified(growth)
         expanded_first = self._drafter.expanded_nodes_first
         if self._batch.wants_q or expanded_first:
             # In rejection sampling a node must not be left out because of its token, nor because of what follows it:
             # all nodes that a pass has run on are verified.
             draft, parents = growth.best_with_expanded(max(nodes, growth.expanded), expanded_first)
             if self._batch.wants_q and draft.nodes:
-                q = torch.cat(self._qs, dim=1)  # [batch, 1 + expanded, vocab], by the number of the parent
+                q = torch.cat(self._qs, dim=1)  # [batch, 1 + expanded, vocab], by the expansion index of the parent
                 draft.q = q.gather(1, parents[..., None].expand(-1, -1, q.shape[-1]))
         else:
             draft = growth.best(nodes)

@@ -24,38 +24,40 @@ class Expansion(NamedTuple):
     """Nodes that were expanded in one pass, `[rows, width]`."""
 
     paths: Tensor  # log path probabilities; of padding so low that its children have probability 0
-    chosen: Tensor | None = None  # their index in their level; None in a chain
+    indices: Tensor | None = None  # in their level; None in a chain
 
 
 class LevelTensors(NamedTuple):
     """Consecutive levels of growing trees, and the expansions before each of them."""
 
     widths: tuple[int, ...]  # nodes of each expansion
-    paths: Tensor  # `[rows, …]` of the candidates of each level, of the nodes of each expansion, then `expandable`
-    integers: Tensor  # `[rows, …]` the tokens of each level, then `chosen` of each expansion
+    paths: (
+        Tensor  # `[rows, …]` of the candidates of each level, of the nodes of each expansion, then the expansion scores
+    )
+    integers: Tensor  # `[rows, …]` the tokens of each level, then the indices of each expansion
     ancestors: Tensor | None  # the matrix of the last frontier; None before the first expansion
 
     @classmethod
-    def of(
-        cls, levels: Sequence[TreeLevel], expansions: Sequence[Expansion], expandable: Tensor, ancestors: Tensor | None
+    def pack(
+        cls, levels: Sequence[TreeLevel], expansions: Sequence[Expansion], scores: Tensor, ancestors: Tensor | None
     ) -> LevelTensors:
-        """Pack levels; `expandable` are the log path probabilities by which the last of them is expanded."""
+        """Pack levels; `scores` are the expansion scores, log path probabilities by which the last one is expanded."""
         widths = tuple(expansion.paths.shape[1] for expansion in expansions)
         paths = [level.paths for level in levels]
         paths += [expansion.paths for expansion in expansions]
         integers = [level.tokens for level in levels]
-        integers += [expansion.chosen for expansion in expansions if expansion.chosen is not None]
-        return cls(widths, torch.cat([*paths, expandable], dim=1), torch.cat(integers, dim=1), ancestors)
+        integers += [expansion.indices for expansion in expansions if expansion.indices is not None]
+        return cls(widths, torch.cat([*paths, scores], dim=1), torch.cat(integers, dim=1), ancestors)
 
     def unpack(self, children: int, is_first: bool) -> tuple[list[TreeLevel], list[Expansion], Tensor]:
-        """Levels, expansions and `expandable`, of trees with so many children of a node; the first have level 1."""
+        """Levels, expansions and expansion scores, of trees with so many children of a node; the first have level 1."""
         level_sizes = [width * children for width in self.widths]
         if is_first:
             level_sizes.insert(0, children)
         levels = len(level_sizes)
-        chosen_sizes = self.widths if children > 1 else ()
-        *paths, expandable = self.paths.split([*level_sizes, *self.widths, level_sizes[-1]], dim=1)
-        integers = self.integers.split([*level_sizes, *chosen_sizes], dim=1)
+        index_sizes = self.widths if children > 1 else ()
+        *paths, scores = self.paths.split([*level_sizes, *self.widths, level_sizes[-1]], dim=1)
+        integers = self.integers.split([*level_sizes, *index_sizes], dim=1)
         tokens = integers[:levels]
-        chosen: Sequence[Tensor | None] = integers[levels:] if children > 1 else [None] * len(self.widths)
-        return list(map(TreeLevel, tokens, paths[:levels])), list(map(Expansion, paths[levels:], chosen)), expandable
+        indices: Sequence[Tensor | None] = integers[levels:] if children > 1 else [None] * len(self.widths)
+        return list(map(TreeLevel, tokens, paths[:levels])), list(map(Expansion, paths[levels:], indices)), scores

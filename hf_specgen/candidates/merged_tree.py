@@ -25,7 +25,7 @@ class MergedNode(NamedTuple):
     nodes: dict[int, int]
 
 
-class _Proposed(NamedTuple):
+class _MergedCandidate(NamedTuple):
     """A token that members propose after the same path."""
 
     node: MergedNode
@@ -44,19 +44,19 @@ class MemberDrafts:
         """The last token of the text, after which all drafts begin."""
         return MergedNode(token, dict.fromkeys(range(len(self._children)), -1))
 
-    def after(self, node: MergedNode) -> dict[int, _Proposed]:
+    def after(self, node: MergedNode) -> dict[int, _MergedCandidate]:
         """The tokens that members propose after a node.
 
         Estimates of several members for a token are combined as if they were independent.
         """
-        proposed: dict[int, _Proposed] = {}
+        proposed: dict[int, _MergedCandidate] = {}
         for member, parent in node.nodes.items():
             for child, token, acceptance in self._children[member].get(parent, ()):
-                before = proposed.get(token) or _Proposed(MergedNode(token, {}), 0.0, False)
+                before = proposed.get(token) or _MergedCandidate(MergedNode(token, {}), 0.0, False)
                 merged = MergedNode(token, {**before.node.nodes, member: child})
                 combined = 1 - (1 - before.acceptance) * (1 - acceptance)
                 is_from_drafter = before.is_from_drafter or member >= self._num_without_pass
-                proposed[token] = _Proposed(merged, combined, is_from_drafter)
+                proposed[token] = _MergedCandidate(merged, combined, is_from_drafter)
         return proposed
 
 
@@ -113,6 +113,8 @@ def merged_children(
             rest = max(0.0, 1 - sum(acceptance.values()))
             for token, recycled in recycling.candidate_tokens(node.token):
                 copied = acceptance.get(token, 0.0)
+                # A further estimate of a copied token shares the rest; a new token may take all of it, as the table
+                # estimates its probability after this token whatever was copied.
                 acceptance[token] = copied + rest * recycled if copied else min(rest, recycled)
                 nodes.setdefault(token, MergedNode(token, {}))
         scale = 1 / max(1.0, sum(acceptance.values()))

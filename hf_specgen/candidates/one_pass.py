@@ -20,7 +20,7 @@ from hf_specgen.candidates.acceptance import MAX_PROBABILITY, confidence_by_rank
 from hf_specgen.candidates.base import vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first, draft_of
 from hf_specgen.candidates.draft_batch import DraftBatch
-from hf_specgen.candidates.tree_size import TreeSize, tree_size
+from hf_specgen.candidates.tree_size import TreeSizer, tree_sizer
 from hf_specgen.device_tree import Floats
 from hf_specgen.drafter import DepthLogits, Drafter, T
 from hf_specgen.tree import DraftTree
@@ -28,13 +28,19 @@ from hf_specgen.tree import DraftTree
 DEFAULT_NODES = 16
 """Nodes of an "auto" tree without a latency model: most of the gain at a small cost on memory-bound targets."""
 MAX_RANKS = 10  # tokens that a tree can hold after each node
-Place = tuple[int, int, int]
-"""Of a node: its depth, from 0 on, the number of the token before it, and its own number; see `Ranked`."""
 
 
-def default_size(batch: DraftBatch, size: str | int | None) -> str | int | None:
-    """A tree size, in which "auto" stands for `DEFAULT_NODES` without a latency model."""
-    return DEFAULT_NODES if size == "auto" and batch.latency is None else size
+class NodePlace(NamedTuple):
+    """Where a node is in `Ranked`."""
+
+    depth_index: int  # from 0 on
+    previous: int  # which previous token of its depth is before it
+    own_index: int  # as a previous token of the next depth; -1: none
+
+
+def default_tree(batch: DraftBatch, tree: str | int | None) -> str | int | None:
+    """The tree setting, in which "auto" stands for `DEFAULT_NODES` without a latency model."""
+    return DEFAULT_NODES if tree == "auto" and batch.latency is None else tree
 
 
 class Ranked(NamedTuple):
@@ -45,20 +51,21 @@ class Ranked(NamedTuple):
 
     tokens: NDArray[np.integer[Any]]
     values: Floats  # the probability that each is accepted, given that the path before it was
-    numbers: NDArray[np.integer[Any]]  # of each as a previous token of the next depth, -1 if it has none
+    previous_index: NDArray[np.integer[Any]]  # of each as a previous token of the next depth; -1: none
 
 
 def one_pass_draft(batch: DraftBatch, drafter: Drafter[T], text: T, tree: str | int | None) -> DraftTree:
     """A draft of this size from the distributions of all depths that a drafter predicts after new text."""
     depths = text.depths
-    scores, rows = _ranked(batch, drafter.read_depths(text, max(depths)), 1 if tree is None else MAX_RANKS)
-    size = tree_size(default_size(batch, tree), batch, depths)
-    trees = [best_combinations(*pair, size, batch.wants_q) for pair in zip(rows, depths, strict=True)]
-    drafting = size.drafting_seconds(text.passes)
-    nodes = size.best_size([tree.probability for tree in trees], drafting, batch.wants_q)
+    predicted = drafter.forward_depths(text, max(depths))  # the drafter's only pass
+    scores, rows = _ranked(batch, predicted, 1 if tree is None else MAX_RANKS)
+    sizer = tree_sizer(default_tree(batch, tree), batch, depths)
+    trees = [best_combinations(*pair, sizer, batch.wants_q) for pair in zip(rows, depths, strict=True)]
+    draft_seconds = sizer.drafting_seconds(text.tokens_per_pass)
+    nodes = sizer.num_verified_of([found.probability for found in trees], draft_seconds, batch.wants_q)
     draft = draft_of(trees, nodes)
     if batch.wants_q and draft.nodes:
-        places = [np.array(tree.tags[:nodes], int).reshape(-1, 3) for tree in trees]
+        places = [np.array(found.tags[:nodes], int).reshape(-1, 3) for found in trees]
         draft = with_q(draft, places, scores, vocabulary_size(batch.model))
     return draft
 
@@ -70,8 +77,8 @@ def _ranked(batch: DraftBatch, predicted: DepthLogits, ranks: int) -> tuple[Dept
     if batch.wants_q or batch.score_processors.reads_scores:
         scores = finite(scores)
     scores = batch.score_processors(scores, candidates is None)
-    steps = [range(len(text), len(text) + scores.shape[1]) for text in batch.state.generated]
-    draft_scores = batch.draft_scores(scores, steps, candidates)
+    token_indices = [range(len(row), len(row) + scores.shape[1]) for row in batch.state.generated]
+    draft_scores = batch.draft_scores(scores, token_indices, candidates)
     probability, index = draft_scores.softmax(dim=-1).topk(min(ranks, draft_scores.shape[-1]))
     if batch.wants_q:
         probability = confidence_by_rank(scores.softmax(dim=-1).amax(dim=-1), index.shape[-1])
@@ -79,21 +86,22 @@ def _ranked(batch: DraftBatch, predicted: DepthLogits, ranks: int) -> tuple[Dept
     parts = [probability, index]
     if candidates is not None:
         parts.append(candidates)
-    read = torch.cat([part.flatten(1) for part in parts], dim=1).cpu().numpy()
-    size = index[0].numel()
-    values = np.nan_to_num(read[:, :size].reshape(index.shape).astype(np.float64))
+    flat = torch.cat([part.flatten(1) for part in parts], dim=1).cpu().numpy()
+    count = index[0].numel()
+    values = np.nan_to_num(flat[:, :count].reshape(index.shape).astype(np.float64))
     values = np.minimum(values, MAX_PROBABILITY)
-    integers = read[:, size:].astype(int)
-    tokens = integers[:, :size].reshape(index.shape)  # [batch, depths, previous, ranks]
-    numbers = np.zeros_like(tokens)
-    if candidates is not None:  # the index is one of candidates, of which the first ones are previous tokens
-        numbers = np.where(tokens < scores.shape[2], tokens, -1)
-        ids = integers[:, size:].reshape(*candidates.shape[:2], 1, -1)
-        tokens = np.take_along_axis(ids, tokens, axis=3)
-    return DepthLogits(scores, candidates), list(map(Ranked, tokens, values, numbers))
+    integers = flat[:, count:].astype(int)
+    indices = integers[:, :count].reshape(index.shape)  # [batch, depths, previous, ranks]
+    tokens = indices  # where the candidates are all tokens
+    previous_index = np.zeros_like(indices)
+    if candidates is not None:  # of which the first ones are previous tokens
+        previous_index = np.where(indices < scores.shape[2], indices, -1)
+        ids = integers[:, count:].reshape(*candidates.shape[:2], 1, -1)
+        tokens = np.take_along_axis(ids, indices, axis=3)
+    return DepthLogits(scores, candidates), list(map(Ranked, tokens, values, previous_index))
 
 
-def best_combinations(ranked: Ranked, depth: int, size: TreeSize, is_sampled: bool = False) -> SearchTree[Place]:
+def best_combinations(ranked: Ranked, k: int, sizer: TreeSizer, is_sampled: bool = False) -> SearchTree[NodePlace]:
     """The most probable tree of a row; tags are the places of its nodes.
 
     With `is_sampled` each group of siblings was drawn from q, and is in the tree once: had two branches the same draws,
@@ -101,20 +109,20 @@ def best_combinations(ranked: Ranked, depth: int, size: TreeSize, is_sampled: bo
 
     Example:
         >>> tokens, values = np.array([[[5, 6]], [[7, 8]]]), np.array([[[0.6, 0.3]], [[0.9, 0.1]]])
-        >>> from hf_specgen.candidates.tree_size import FixedSize
-        >>> best_combinations(Ranked(tokens, values, np.zeros_like(tokens)), 2, FixedSize(3)).tokens
+        >>> from hf_specgen.candidates.tree_size import FixedTreeSizer
+        >>> best_combinations(Ranked(tokens, values, np.zeros_like(tokens)), 2, FixedTreeSizer(3)).tokens
         [5, 7, 6]
     """
     used = set[tuple[int, int]]()
 
-    def children(place: Place, depth: int) -> Iterator[tuple[int, float, Place]]:
-        group = depth, place[2]
-        if place[2] >= 0 and not (is_sampled and group in used):
+    def children(place: NodePlace, depth: int) -> Iterator[tuple[int, float, NodePlace]]:
+        group = depth, place.own_index
+        if place.own_index >= 0 and not (is_sampled and group in used):
             used.add(group)
-            for token, value, number in zip(*(part[group].tolist() for part in ranked), strict=True):
-                yield token, value, (*group, number)
+            for token, value, index in zip(*(part[group].tolist() for part in ranked), strict=True):
+                yield token, value, NodePlace(*group, index)
 
-    return best_first((-1, 0, 0), children, depth, SearchLimits(size.max_nodes))
+    return best_first(NodePlace(-1, 0, 0), children, k, SearchLimits(sizer.max_nodes))
 
 
 def with_q(
@@ -122,12 +130,13 @@ def with_q(
 ) -> DraftTree:
     """The draft with the probabilities that each node was drawn with; `places` are `[nodes, 3]` for each row."""
     scores, candidates = predicted
-    batch, _, previous, size = scores.shape
+    batch, _, num_previous, size = scores.shape
     # Of each node its depth, and the index of its distribution among those of all depths and previous tokens.
     index = np.zeros((2, batch, draft.nodes), dtype=np.int64)
     for row, place in enumerate(places):
-        depths, befores, _ = place.T
-        index[:, row, : len(place)] = depths, depths * previous + befores
+        depths, previous, _ = place.T
+        index[0, row, : len(place)] = depths
+        index[1, row, : len(place)] = depths * num_previous + previous
     depth, source = torch.from_numpy(index).to(scores.device)[..., None].expand(-1, -1, -1, size)
     q = scores.flatten(1, 2).gather(1, source).softmax(dim=-1)
     if candidates is not None:

@@ -31,12 +31,12 @@ class ParallelDraft:
     """How a draft model drafts in one pass, from its config."""
 
     mask_token: int
-    layers: tuple[int, ...] = ()
+    aux_hidden_state_layers: tuple[int, ...] = ()
     """Indices into `hidden_states` of the target (negative ones from the end) that PARD-2 reads; none for PARD."""
     scale: float = 0.0  # factor of their projection
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> ParallelDraft | None:
+    def from_model(cls, model: PreTrainedModel) -> ParallelDraft | None:
         """None for a model that predicts one token at a time; `ValueError` for a key that its class does not read."""
         with named_errors(model.name_or_path or type(model).__name__):
             return cls._of_config(model)
@@ -52,7 +52,7 @@ class ParallelDraft:
         # Keys that the config class of the model has are read by the model.
         class_keys = type(model.config)().to_dict()
         values = {name: value for name, value in model.config.to_dict().items() if name not in class_keys}
-        # The tensors show what the last two say of the projection of PARD-2.
+        # The last two only repeat the shape of the projection's tensors.
         check_read(values, {*CONFIG_FIELDS, "pard2_proj_bias", "pard2_target_dim"})
         if not config.flag("pard2"):
             return cls(mask)
@@ -62,19 +62,20 @@ class ParallelDraft:
         return cls(mask, tuple(layers), config.number("pard2_scale"))
 
     def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
-        """Indices from 0 on; `ValueError` for a target that does not have them."""
+        """Layers of the target as non-negative indices; `ValueError` if it does not have them."""
         count = target.config.get_text_config().num_hidden_layers
-        if not all(-count - 1 <= layer <= count for layer in self.layers):
+        layers = self.aux_hidden_state_layers
+        if not all(-count - 1 <= layer <= count for layer in layers):
             raise ValueError(
-                f"the draft reads layers {list(self.layers)} of its target, but this target has {count} layers; use "
-                "the draft that belongs to it"
+                f"the draft reads layers {list(layers)} of its target, but this target has {count} layers; use the "
+                "draft that belongs to it"
             )
-        return tuple(layer if layer >= 0 else count + 1 + layer for layer in self.layers)
+        return tuple(layer if layer >= 0 else count + 1 + layer for layer in layers)
 
     def projection(self, model: PreTrainedModel, target: PreTrainedModel) -> nn.Linear:
         """The projection of a PARD-2 checkpoint, on the model's device."""
         sizes = [int(one.config.get_text_config().hidden_size) for one in (model, target)]
-        shape = sizes[0], sizes[1] * len(self.layers)
+        shape = sizes[0], sizes[1] * len(self.aux_hidden_state_layers)
         path = Source(str(model.name_or_path)).required_file(PROJECTION_FILE, "PARD-2 needs it; download it again")
         like: Any = model.get_input_embeddings()
         return read_linear(path, "target_proj.", shape).to(like.weight).requires_grad_(False)
@@ -104,16 +105,17 @@ class TargetFeatures:
         return self._scale * self._projection(padded.to(self._projection.weight))
 
     def of_prompts(self) -> torch.Tensor:
-        """`[batch, longest prompt, hidden]`; without features: tokens in a given cache, and padding on the left."""
-        generated = enumerate(self._state.generated)  # whose features are for the first draft
+        """`[batch, longest prompt, hidden]`; zeros for tokens that a passed cache already has, and for left padding."""
+        # All features but those of generated tokens, which the first draft reads.
+        generated = enumerate(self._state.generated)
         features = self.queue.remove([self.queue.available(row) - len(tokens) for row, tokens in generated])
         longest = max(map(len, self._state.prompts))
         features[0] = nn.functional.pad(features[0], (0, 0, longest - len(features[0]), 0))  # so that all are padded
         return self._projected(features, "left")
 
-    def of_text(self, drafts: Sequence[bool], rows: Sequence[int], masks: int) -> torch.Tensor:
+    def of_text(self, is_drafting: Sequence[bool], rows: Sequence[int], masks: int) -> torch.Tensor:
         """`[rows, tokens, hidden]` of all further tokens in the rows that draft, and of `masks` mask tokens."""
-        features = self.queue.remove([inf if row_drafts else 0 for row_drafts in drafts])
+        features = self.queue.remove([inf if drafting else 0 for drafting in is_drafting])
         with_masks = [torch.cat([features[row], features[row][-1:].repeat(masks, 1)]) for row in rows]
         return self._projected(with_masks, "right")
 

@@ -5,8 +5,8 @@ The path probability of a node is the product of the acceptance probabilities al
     tokens(n)  = rows + sum of the path probabilities of the first n nodes of all rows, most probable first
     seconds(n) = target's pass over 1 + n tokens of each row + the drafter's passes so far
 
-`FastestSize` verifies the number of nodes with the most tokens per second, and makes a further pass of the drafter as
-long as that raises it. `FixedSize` has a number of nodes, or chains, where no latencies are known.
+`FastestTreeSizer` verifies the number of nodes with the most tokens per second, and makes a further pass of the drafter
+as long as that raises it. `FixedTreeSizer` has a number of nodes, or chains, where no latencies are known.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import zip_longest
 from math import inf, isqrt
+from sys import maxsize
 from typing import NamedTuple
 
 import numpy as np
@@ -25,26 +26,27 @@ from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.growth import Growth, Snapshot
 from hf_specgen.depth.latency import CostCurve, DraftLatency, StepLatency, fastest
 from hf_specgen.device_tree import Floats
-from hf_specgen.targets.cache import padded_width
+from hf_specgen.targets.cache import padded_tokens
 
 MAX_NODES = 63
 """Maximum number of nodes of a row, which with its last token fill a pass of 64: beyond, each further node adds to the
 latency even of a memory-bound target."""
-MAX_CHILDREN = 8  # maximum number of children of a node, and of nodes of a row that are expanded in one pass
-MIN_GAIN = 0.001
-"""Relative gain in expected tokens per second that a further pass of the drafter must have; and the least path
-probability of a node that a search adds."""
+MAX_CHILDREN = 8  # of a node
+MAX_EXPANSION_WIDTH = 8  # nodes of a row that are expanded in one pass
+MIN_GAIN = 0.001  # relative gain in expected tokens per second that a further pass of the drafter must have
+MIN_NODE_PROBABILITY = 0.001  # least path probability of a node that a search adds
+PathProbabilities = Sequence[Sequence[float]]  # of each row, in descending order
 
 
 class Plan(NamedTuple):
     """The next passes of the drafter: how many, and how many nodes of each row each of them expands."""
 
-    passes: int
-    width: int
+    num_passes: int
+    expansion_width: int
 
 
-class TreeSize(ABC):
-    """The size of the trees of one step: at most so many nodes of a row, and children of a node; 1 for chains."""
+class TreeSizer(ABC):
+    """Sizes the trees of one step: at most so many nodes of a row, and children of a node; 1 for chains."""
 
     def __init__(self, max_nodes: int, children: int):
         self.max_nodes = max_nodes
@@ -52,33 +54,33 @@ class TreeSize(ABC):
 
     @abstractmethod
     def first(self, growth: Growth, k: int) -> Plan | None:
-        """The passes after the first level that can be planned before the host reads it; None if there are none."""
+        """The passes after the first level that are planned without a host synchronization; None if there are none."""
 
     def next(self, growth: Growth, k: int) -> Plan | None:
         """The next passes; None if the trees are large enough. No draft is deeper than `k`."""
         if max(growth.max_depths) <= growth.levels:
             return None
-        plan = None if growth.expanded else self.first(growth, k)
-        return plan or self._after_read(growth, k)
+        plan = None if growth.expanded else self.first(growth, k)  # which may plan without a synchronization
+        return plan or self._plan_next(growth, k)
 
     @abstractmethod
-    def _after_read(self, growth: Growth, k: int) -> Plan | None:
-        """`next` once no pass is planned by `first`; the host may read the probabilities of the nodes so far."""
+    def _plan_next(self, growth: Growth, k: int) -> Plan | None:
+        """`next` once no pass is planned by `first`; may copy the probabilities of the nodes so far to the host."""
 
-    def count(self, plan: Plan) -> None:
-        """Count passes that were made: their time, and how many nodes they expanded."""
+    def record_passes(self, plan: Plan) -> None:
+        """Record passes that were made: their time, and how many nodes they expanded."""
 
     @abstractmethod
-    def nodes(self, growth: Growth) -> int:
+    def num_verified(self, growth: Growth) -> int:
         """How many nodes of each row are verified."""
 
     @abstractmethod
-    def best_size(self, probability: Sequence[Sequence[float]], drafting: float = 0.0, is_sampled: bool = False) -> int:
+    def num_verified_of(self, paths: PathProbabilities, draft_seconds: float = 0.0, is_sampled: bool = False) -> int:
         """How many nodes of each row are verified, of trees that the drafter does not extend any more.
 
         Args:
-            probability: path probabilities of each row, in descending order.
-            drafting: seconds that the drafter has taken.
+            paths: of the nodes of each row.
+            draft_seconds: what the drafter has taken.
             is_sampled: take the first local maximum: whether a node is verified then depends on no node after it, as
                 rejection sampling requires.
         """
@@ -87,41 +89,41 @@ class TreeSize(ABC):
         """Seconds of passes of the drafter, given by their tokens; 0 where no latencies are known."""
         return 0.0
 
-    def observe(self) -> None:
-        """Count the levels of the draft, for the sizes of later ones."""
+    def record_levels(self) -> None:
+        """Record the levels of the draft, for the sizes of later ones."""
 
 
-class FixedSize(TreeSize):
+class FixedTreeSizer(TreeSizer):
     """Trees of at most so many nodes a row, expanded about the square root of that many at a time; or chains."""
 
     def __init__(self, nodes: int = MAX_NODES, children: int = MAX_CHILDREN):
-        super().__init__(nodes, children)
+        super().__init__(nodes if children > 1 else maxsize, children)  # the depth limits a chain
         self._width = isqrt(nodes)
 
     def first(self, growth: Growth, k: int) -> Plan | None:
         levels = _levels_after_first(growth, k)
         if self.children == 1:
             return Plan(levels, 1) if levels else None
-        passes = min(growth.levels_per_read - 1, levels)
+        passes = min(growth.levels_per_sync - 1, levels)
         return Plan(passes, min(self._width, growth.children)) if passes else None
 
-    def _after_read(self, growth: Growth, k: int) -> Plan | None:
+    def _plan_next(self, growth: Growth, k: int) -> Plan | None:
         levels = max(growth.max_depths) - growth.levels  # that may follow
-        since_read = growth.levels % growth.levels_per_read
-        # The host reads after every `levels_per_read` levels, but not to save the pass of one last level.
-        if not since_read and levels > 1 and not growth.read().may_improve(self.max_nodes):
+        since_sync = growth.levels % growth.levels_per_sync
+        # Synchronize after every `levels_per_sync` levels, but not to save the pass of one last level.
+        if not since_sync and levels > 1 and not growth.to_host().may_improve(self.max_nodes):
             return None
-        passes = min(growth.levels_per_read - since_read, levels)
+        passes = min(growth.levels_per_sync - since_sync, levels)
         return Plan(passes, min(self._width, growth.last_level_width))
 
-    def nodes(self, growth: Growth) -> int:
+    def num_verified(self, growth: Growth) -> int:
         return self.max_nodes if self.children > 1 else max(1, *growth.max_depths)
 
-    def best_size(self, probability: Sequence[Sequence[float]], drafting: float = 0.0, is_sampled: bool = False) -> int:
+    def num_verified_of(self, paths: PathProbabilities, draft_seconds: float = 0.0, is_sampled: bool = False) -> int:
         return self.max_nodes
 
 
-class FastestSize(TreeSize):
+class FastestTreeSizer(TreeSizer):
     """Trees with the most expected tokens per second.
 
     Args:
@@ -142,21 +144,22 @@ class FastestSize(TreeSize):
         self._estimator = estimator or AcceptanceEstimator()
         self._levels = DraftLevels()
         self._rows = rows
-        self._drafter = latency.drafter
+        self._draft_latency = latency.draft
         self._snapshot: Snapshot | None = None
         # `_target_seconds[n]` are those of the target's pass if n nodes of each row are verified.
-        self._target_seconds, self.min_probability = _target_seconds(
-            latency.target, max(rows, pass_rows), self.max_nodes, is_padded
-        )
-        # `_pass_seconds[n - 1]` are those of a further pass over n nodes of each row, `_draft_seconds` those so far.
-        self._pass_seconds, self._draft_seconds = _drafter_seconds(latency.drafter, rows)
+        self._target_seconds = _target_seconds(latency.target, max(rows, pass_rows), self.max_nodes, is_padded)
+        self.min_probability = _min_probability(self._target_seconds)
+        # `_pass_seconds[n - 1]` are those of a further pass over n nodes of each row.
+        self._pass_seconds = _pass_seconds(latency.draft, rows)
+        self._draft_seconds = latency.draft.draft_seconds([rows])  # of the draft so far; at first of one level
 
     def first(self, growth: Growth, k: int) -> Plan | None:
-        levels = min(_levels_after_first(growth, k), growth.levels_per_read)
-        if not levels or growth.levels_per_read == 1:  # reading is free
+        levels = min(_levels_after_first(growth, k), growth.levels_per_sync)
+        if not levels or growth.levels_per_sync == 1:  # a synchronization is free
             return None
         width = min(len(self._pass_seconds), growth.children)
-        # Chains are assumed, whose first token is there: 0, 1, … further passes verify 1, 2, … nodes of each row.
+        # The target's pass is timed as that of a chain, 1, 2, … nodes a row; the expected tokens count all candidates
+        # of each level.
         passes_ahead = np.arange(1 + levels)
         nodes = np.minimum(1 + passes_ahead, self.max_nodes)
         tokens = self._rows * (1 + self._estimator.expected_of_draft(1 + levels))
@@ -166,20 +169,20 @@ class FastestSize(TreeSize):
             passes = levels
         return Plan(passes, width) if passes else None
 
-    def _after_read(self, growth: Growth, k: int) -> Plan | None:
-        self._snapshot = growth.read()
+    def _plan_next(self, growth: Growth, k: int) -> Plan | None:
+        self._snapshot = growth.to_host()
         width = self._fastest_width(self._snapshot, growth)
         if not width:
             return None
-        if growth.levels_per_read == 1:
+        if growth.levels_per_sync == 1:
             return Plan(1, width)
         # Not with this width, so that there are few different plans, since each is captured.
-        passes = min(growth.levels_per_read, k - growth.levels)
+        passes = min(growth.levels_per_sync, k - growth.levels)
         return Plan(passes, min(len(self._pass_seconds), growth.children))
 
-    def count(self, plan: Plan) -> None:
-        self._draft_seconds += plan.passes * float(self._pass_seconds[plan.width - 1])
-        self._levels.width = plan.width
+    def record_passes(self, plan: Plan) -> None:
+        self._draft_seconds += plan.num_passes * float(self._pass_seconds[plan.expansion_width - 1])
+        self._levels.width = plan.expansion_width
 
     def _fastest_width(self, snapshot: Snapshot, growth: Growth) -> int:
         """How many nodes of each row the next pass expands for the most expected tokens per second; 0 for no pass.
@@ -188,14 +191,14 @@ class FastestSize(TreeSize):
         estimator.
         """
         most = max(0, min(len(self._pass_seconds), self.max_nodes - growth.expanded))
-        expandable = snapshot.expandable[:, :most]
-        widths = int(np.count_nonzero(expandable.sum(axis=0)))  # so many candidates of some row
+        expansion_probability = snapshot.expansion_probability[:, :most]
+        widths = int(np.count_nonzero(expansion_probability.sum(axis=0)))  # so many candidates of some row
         if not widths or not snapshot.may_improve(self.max_nodes):
             return 0
         # `[rows, widths]` the probability that one of the nodes of each width is accepted; then the same, given that
         # one of the nodes expanded before is.
-        reached = expandable[:, :widths].cumsum(axis=1)
-        conditional = self._levels.add(growth.levels, reached, snapshot.expandable.sum(axis=1))
+        reached = expansion_probability[:, :widths].cumsum(axis=1)
+        conditional = self._levels.add(growth.levels, reached, snapshot.expansion_probability.sum(axis=1))
         # Without a further pass: tokens and seconds of the step if 0, 1, … of the present nodes are verified.
         probability = self._estimator.scaled(snapshot.probability[:, : self.max_nodes]).sum(axis=0)
         tokens = np.concatenate([[self._rows], probability]).cumsum()
@@ -229,81 +232,85 @@ class FastestSize(TreeSize):
         seconds[:, growth.expanded + expanded > self.max_nodes] = inf  # more than a tree may have
         return gains, seconds
 
-    def observe(self) -> None:
-        self._estimator.observe(self._levels)
+    def record_levels(self) -> None:
+        self._estimator.record_levels(self._levels)
 
-    def nodes(self, growth: Growth) -> int:
+    def num_verified(self, growth: Growth) -> int:
         if self._snapshot is None or self._snapshot.levels < growth.levels:
-            self._snapshot = growth.read()
+            self._snapshot = growth.to_host()
         probability = self._estimator.scaled(self._snapshot.probability[:, : self.max_nodes])
-        return self.best_size(probability.tolist(), self._draft_seconds)
+        return self.num_verified_of(probability.tolist(), self._draft_seconds)
 
-    def best_size(self, probability: Sequence[Sequence[float]], drafting: float = 0.0, is_sampled: bool = False) -> int:
-        gains = probability[0] if len(probability) == 1 else map(sum, zip_longest(*probability, fillvalue=0.0))
+    def num_verified_of(self, paths: PathProbabilities, draft_seconds: float = 0.0, is_sampled: bool = False) -> int:
+        gains = paths[0] if len(paths) == 1 else map(sum, zip_longest(*paths, fillvalue=0.0))
         tokens = np.cumsum([self._rows, *gains], dtype=float)[: len(self._target_seconds)]
-        seconds = self._target_seconds[: len(tokens)] + drafting
+        seconds = self._target_seconds[: len(tokens)] + draft_seconds
         if is_sampled:
             falls = np.flatnonzero(np.diff(tokens / seconds) < 0)
             return int(falls[0]) if len(falls) else len(tokens) - 1
         return fastest(tokens, seconds)
 
     def drafting_seconds(self, passes: Sequence[int]) -> float:
-        return self._drafter.draft(passes)
+        return self._draft_latency.draft_seconds(passes)
 
 
 def _levels_after_first(growth: Growth, k: int) -> int:
     """How many levels may follow the first level.
 
-    They are rounded up to a multiple of `levels_per_read`, but not beyond depth `k`: where passes are captured, drafts
+    They are rounded up to a multiple of `levels_per_sync`, but not beyond depth `k`: where passes are captured, drafts
     near the end of a text, which are less deep than `k`, then use the same graphs as other drafts.
     """
     levels = max(growth.max_depths) - 1
-    per_read = growth.levels_per_read
-    return min(k - 1, -(-levels // per_read) * per_read) if levels > 0 else 0
+    per_sync = growth.levels_per_sync
+    return min(k - 1, -(-levels // per_sync) * per_sync) if levels > 0 else 0
 
 
 @lru_cache(maxsize=64)
-def _target_seconds(target: CostCurve, rows: int, nodes: int, is_padded: bool) -> tuple[Floats, float]:
-    """Seconds of the target's pass by the nodes of each row, from 0 on; and the least path probability of a node.
+def _target_seconds(target: CostCurve, rows: int, nodes: int, is_padded: bool) -> Floats:
+    """Seconds of the target's pass by the nodes of each row, from 0 on."""
+    tokens = [padded_tokens(1 + count) if is_padded else 1 + count for count in range(nodes + 1)]
+    return np.array([target.seconds_of(rows * count) for count in tokens])
 
-    A node adds its path probability to the expected tokens of a step, which are at least 1 for each row. So it can
-    raise tokens per second only if its path probability exceeds the increase as a fraction of the longer time, which is
-    0 for nodes in place of padding, as in captured passes.
+
+def _min_probability(seconds: Floats) -> float:
+    """The least path probability of a node that a search adds, by the target's seconds T(n) for n nodes.
+
+    A node with path probability p raises tokens per second only if p > (T(n + 1) - T(n)) / T(n + 1), a lower bound,
+    since a step emits at least one token per row. It is 0 for nodes that replace padding.
     """
-    tokens = [padded_width(1 + count) if is_padded else 1 + count for count in range(nodes + 1)]
-    seconds = np.array([target.seconds_of(rows * count) for count in tokens])
-    return seconds, max(MIN_GAIN, float((np.diff(seconds) / seconds[1:]).min()))
+    return max(MIN_NODE_PROBABILITY, float((np.diff(seconds) / seconds[1:]).min()))
 
 
 @lru_cache(maxsize=64)
-def _drafter_seconds(drafter: DraftLatency, rows: int) -> tuple[Floats, float]:
-    """Seconds of the drafter's pass by the nodes of each row, from 1 on; and of a draft of the first level alone."""
-    passes = np.maximum.accumulate([drafter.seconds_of(rows * width) for width in range(1, 1 + MAX_CHILDREN)])
-    return passes, drafter.draft([rows])
+def _pass_seconds(latency: DraftLatency, rows: int) -> Floats:
+    """Seconds of the drafter's pass by the nodes of each row, from 1 on."""
+    seconds = [latency.pass_seconds(rows * width) for width in range(1, 1 + MAX_EXPANSION_WIDTH)]
+    return np.maximum.accumulate(seconds)  # a wider pass is never assumed to be faster
 
 
-def tree_size(
-    size: str | int | None,
+def tree_sizer(
+    tree: str | int | None,
     batch: DraftBatch,
     depths: Sequence[int],
     single_pass_tokens: int = 0,
     estimator: AcceptanceEstimator | None = None,
-) -> TreeSize:
-    """How large the next trees of a batch become, of rows with these maximum depths.
+) -> TreeSizer:
+    """What sizes the next trees of a batch, of rows with these maximum depths.
 
     Args:
-        size: maximum number of nodes; "auto" for the most tokens per second; None, or "auto" without latencies: chains.
+        tree: maximum number of nodes; "auto" for the most tokens per second; None, or "auto" without latencies: chains.
         single_pass_tokens: see `Drafter.single_pass_tokens`.
     """
-    if isinstance(size, int):
-        return FixedSize(size)
+    if isinstance(tree, int):
+        return FixedTreeSizer(tree)
     rows = max(1, sum(depth > 0 for depth in depths))
     # A pass over 2 tokens has more where passes are padded: a captured one has 4.
-    pass_rows, width = batch.pass_shape(2)  # wider only where passes are padded: the narrowest captured one has 4
+    pass_rows, padded_tokens_of_two = batch.pass_shape(2)
+    pads_passes = padded_tokens_of_two > 2
     pass_rows = max(rows, pass_rows)
-    step = None if size is None else batch.step_latency(pass_rows)
+    step = None if tree is None else batch.step_latency(pass_rows)
     if step is None:
-        return FixedSize(children=1)
+        return FixedTreeSizer(children=1)
     if single_pass_tokens:  # the whole draft takes one pass, and each further level nothing
-        step = step._replace(drafter=DraftLatency(overhead=step.drafter.draft([rows * single_pass_tokens])))
-    return FastestSize(step, rows, pass_rows, is_padded=width > 2, estimator=estimator)
+        step = step._replace(draft=DraftLatency(overhead=step.draft.draft_seconds([rows * single_pass_tokens])))
+    return FastestTreeSizer(step, rows, pass_rows, is_padded=pads_passes, estimator=estimator)

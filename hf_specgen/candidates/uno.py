@@ -141,14 +141,14 @@ class UnoDrafter(Drafter[HeadText]):
         active = self._batch.active_rows()
         return HeadText([], [], active, max_depths, [sum(active) * max(max_depths)])
 
-    def read_depths(self, text: HeadText, depth: int) -> DepthLogits:
+    def forward_depths(self, text: HeadText, depth: int) -> DepthLogits:
         """One pass of the target over each row's last token and `depth - 1` tokens of noise."""
         target: Any = self._batch.target
         pending = self._batch.state.pending()
         vocab = vocabulary_size(self._batch.model)
         noise = torch.randint(vocab, (len(pending), depth - 1), generator=self._noise).tolist()
         with adapted(self._matrices, len(target.rows), depth):
-            logits = target.forward_and_forget(DraftTree.chains(noise), pending, text.active)
+            logits = target.forward_without_commit(DraftTree.chains(noise), pending, text.active)
         return DepthLogits(logits.float()[:, :, None])
 
 

@@ -42,7 +42,7 @@ class DraftingLoss:
         `rows` and `seconds` are those of the target's pass, `passes` the tokens of each pass of the drafter, `emitted`
         the tokens of a row on average.
         """
-        seconds += latency.drafter.draft(passes)
+        seconds += latency.draft.draft_seconds(passes)
         self.add(seconds / latency.target.seconds_of(rows) - emitted)
 
     def copy(self) -> DraftingLoss:
@@ -148,7 +148,7 @@ class AdaptiveSession(PolicySession):
             self._use_measured(known_curve(call))
         else:
             latency = policy.latency or assumed_latency(call.state.device)
-            self.latency = latency.select(str(drafting.key[0]), drafting.negligible_cost)
+            self.latency = latency.for_drafter(str(drafting.key[0]), drafting.negligible_draft_cost)
 
     def share(self, loss: DraftingLoss | None, curve: CostCurve | None) -> None:
         """See `SharedDepth`; before the first step."""
@@ -156,7 +156,7 @@ class AdaptiveSession(PolicySession):
             self._loss = loss
             self._has_shared_loss = True
             # Drafts are cut to the common budget later, so that each call drafts as if alone.
-            self._is_alone = self._call.drafting.negligible_cost
+            self._is_alone = self._call.drafting.negligible_draft_cost
         if self._pass_timers is not None:  # in common passes steps of one call time no sizes
             self.latency = self._timer = self._pass_timers = None
             self._use_measured(known_curve(self._call))
@@ -167,7 +167,7 @@ class AdaptiveSession(PolicySession):
         state = self._call.state
         others = 0 if self._is_alone else state.other_rows
         step = None if self.latency is None else self.latency.at(rows + others, context)
-        return step.part_of_row(rows + others, state.drafts_together) if step and others else step
+        return step.per_row(rows + others, state.drafts_together) if step and others else step
 
     def prefilled(self, target: Target) -> None:
         if self.latency is None and self._pass_timers is None:
@@ -203,26 +203,26 @@ class AdaptiveSession(PolicySession):
             calls = 1 + self._call.state.other_rows if self._has_shared_loss else 1  # each of which does this in a step
             self._loss.add(-LOSS_PER_STEP / calls)
             return [0] * len(limits)
-        depth = self._call.drafting.k if self._call.drafting.sizes_trees else self._fastest_chain(rows, max(limits))
+        depth = self._call.drafting.k if self._call.drafting.adaptive_tree else self._fastest_chain(rows, max(limits))
         return [min(depth, limit) for limit in limits]
 
-    def affords_prefill(self) -> bool:
+    def prefill_is_short(self) -> bool:
         is_known = self.latency is not None and (self._timer is None or self._timer.is_known)
         return not is_known or self._uncached_cost(self._call.state.batch) <= MAX_PREFILL * self._call.max_new_tokens
 
     def _uncached_cost(self, rows: int) -> float:
         """Time of the drafter for tokens that it has not processed yet, in plain steps."""
         target, drafter = self._at(rows)
-        seconds = drafter.seconds_of(rows * (1 + self._uncached)) - drafter.seconds_of(rows)
+        seconds = drafter.pass_seconds(rows * (1 + self._uncached)) - drafter.pass_seconds(rows)
         return seconds / target.seconds_of(rows)
 
     def _pauses(self, rows: int) -> bool:
         """Whether drafting has lost too much, counting the drafter's uncached tokens, or its prefill is too slow."""
         lost = self._loss.plain_steps
-        is_free = self._call.drafting.has_free_drafts
+        is_free = self._call.drafting.has_negligible_cost_drafts
         if self._has_drafted and not is_free:
             lost += self._uncached_cost(rows)
-        return lost >= MAX_LOSS or not (is_free or self._has_drafted or self.affords_prefill())
+        return lost >= MAX_LOSS or not (is_free or self._has_drafted or self.prefill_is_short())
 
     def _fastest_chain(self, rows: int, limit: int) -> int:
         """The depth with the most expected tokens per second, at least 1, if each token is accepted equally often."""
@@ -231,7 +231,7 @@ class AdaptiveSession(PolicySession):
         nodes = self._nodes_per_level * depths
         tokens = 1 + np.cumsum((self._accepted / self._verified) ** depths)
         seconds = np.array([target.seconds_of(rows * (1 + count)) for count in nodes])
-        return 1 + fastest(tokens, seconds + depths * drafter.seconds_of(rows))
+        return 1 + fastest(tokens, seconds + depths * drafter.pass_seconds(rows))
 
     def observe(self, step: StepRecord) -> None:
         """Use the times of a step; count the loss and the acceptance of one with a draft."""
@@ -242,7 +242,7 @@ class AdaptiveSession(PolicySession):
             return
         rows = [row for row in step.rows if row is not None]
         drafted = [row for row in rows if row.drafted]
-        if drafted or step.passes:  # the drafter has processed the text
+        if drafted or step.tokens_per_pass:  # the drafter has processed the text
             self._uncached = 0
             self._has_drafted = True
         # The time of drafting, which the first drafts tell; and whether a T(q) that was measured is too long.
@@ -257,7 +257,7 @@ class AdaptiveSession(PolicySession):
             latency = self._at(step.pass_rows)
             emitted = sum(row.emitted for row in rows) / max(1, len(rows))
             seconds = latency.target.seconds_of(step.pass_rows * step.tokens_per_row)
-            self._loss.count(latency, step.pass_rows, seconds, step.passes, emitted)
+            self._loss.count(latency, step.pass_rows, seconds, step.tokens_per_pass, emitted)
             self._loss.add(-step.separate_loss)
             memory.store(self._model, self._key, self._loss)
         # How often a token is accepted, given that those before it are: of each row up to the first rejected one.

@@ -189,7 +189,7 @@ class DrafterTimer:
         self._call = call
         self.curves = curves  # T(q) of the target, at different numbers of rows
         self._model = cast(PreTrainedModel, call.model)
-        self._without_passes = call.drafting.negligible_cost
+        self._without_passes = call.drafting.negligible_draft_cost
         self._key = (*curve_key(call), call.drafting.key)
         self._group = lockstep_group(self._model)
         self._is_cpu = compat.input_device(self._model).type == "cpu"
@@ -229,14 +229,14 @@ class DrafterTimer:
         The first draft includes the drafter's prefill. On an accelerator some of the next ones run eagerly, and some
         capture graphs, so that more drafts are timed, and the fastest one so far can only lower what is assumed.
         """
-        if self.is_known or "forward" not in step.seconds or bool(step.passes) == self._without_passes:
+        if self.is_known or "forward" not in step.seconds or bool(step.tokens_per_pass) == self._without_passes:
             return False
         seconds = step.seconds.get("draft", 0.0)
         rows = step.pass_rows + self._call.state.other_rows
         curve = self.latency().at(rows, step.context).target
         if self._is_cpu:  # other processes prolong wall times, that of the target's pass alike
             seconds *= curve.seconds_of(rows * step.tokens_per_row) / max(step.seconds["forward"], MIN_SECONDS)
-        self._ratios.append(seconds / (sum(map(curve.seconds_of, step.passes)) or curve.seconds[0]))
+        self._ratios.append(seconds / (sum(map(curve.seconds_of, step.tokens_per_pass)) or curve.seconds[0]))
         self.is_known = len(self._ratios) == (5 if self._is_cpu else 16)
         # Nothing is known by the first draft; on a CPU the median of all counts, but not before the last one.
         if len(self._ratios) == 1 or (self._is_cpu and not self.is_known):

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+
+from hf_specgen.device_tree import Floats
 
 FORMAT = "hf_specgen latency profile 1"
-Floats = NDArray[np.floating[Any]]
 ANY_DRAFTER = "any"  # the entry used for every kind of drafter without an entry of its own
 ASSUMED = "assumed"  # in place of a latency file: latencies that are the same in every process, see `assumed_latency`
 MIN_BATCH_GAIN = 0.02  # relative gain in tokens per second below which a step of several calls verifies no draft
@@ -91,7 +91,7 @@ def fastest_count(gains: Sequence[float], emitted: int, seconds: Floats) -> int:
     """How many draft tokens of a batch to verify: the most probable ones with the most expected tokens per second.
 
     Args:
-        gains: path probabilities of the draft tokens, in descending order.
+        gains: expected tokens that each further node (of one row, or of all rows) adds, in descending order.
         emitted: tokens of a step without drafts.
         seconds: `[1 + len(gains)]` of a step with so many draft tokens.
     """
@@ -99,8 +99,8 @@ def fastest_count(gains: Sequence[float], emitted: int, seconds: Floats) -> int:
 
 
 @lru_cache(maxsize=16)
-def step_seconds(target: CostCurve, tokens: int) -> Floats:
-    """`[1 + tokens]` seconds of a step with so many tokens."""
+def pass_seconds_up_to(target: CostCurve, tokens: int) -> Floats:
+    """`[1 + tokens]` seconds of the target's pass over 0, 1, …, `tokens` tokens."""
     return np.array([target.seconds_of(size) for size in range(1 + tokens)])
 
 
@@ -116,13 +116,13 @@ class DraftLatency:
         _check_curve(self.tokens, self.seconds)
         _check_curve((1,), (self.overhead,))
 
-    def seconds_of(self, tokens: float) -> float:
+    def pass_seconds(self, tokens: float) -> float:
         """Seconds of one pass over this many tokens, all rows together."""
         return interpolate(tokens, self.tokens, self.seconds)
 
-    def draft(self, passes: Sequence[int]) -> float:
-        """Seconds of a draft with these passes, each given by its tokens."""
-        return self.overhead + sum(map(self.seconds_of, passes))
+    def draft_seconds(self, tokens_per_pass: Sequence[int]) -> float:
+        """Seconds of a draft with these passes."""
+        return self.overhead + sum(map(self.pass_seconds, tokens_per_pass))
 
 
 class Bucket(NamedTuple):
@@ -136,16 +136,16 @@ class StepLatency(NamedTuple):
     """Latencies of the next steps."""
 
     target: CostCurve
-    drafter: DraftLatency
+    draft: DraftLatency
 
-    def part_of_row(self, rows: int, drafts_together: bool) -> StepLatency:
-        """The part of each of `rows` that share passes of the target, and of the drafter if they draft together."""
+    def per_row(self, rows: int, drafts_together: bool) -> StepLatency:
+        """The latencies divided by `rows`, for one row of a shared pass; of the drafter if `drafts_together`."""
         seconds = tuple(self.target.seconds_of(rows * q) / rows for q in self.target.queries)
         target = replace(self.target, seconds=seconds, batch=1)
         if not drafts_together:
-            return StepLatency(target, self.drafter)
-        seconds = tuple(one / rows for one in self.drafter.seconds)
-        return StepLatency(target, replace(self.drafter, seconds=seconds, overhead=self.drafter.overhead / rows))
+            return StepLatency(target, self.draft)
+        seconds = tuple(one / rows for one in self.draft.seconds)
+        return StepLatency(target, replace(self.draft, seconds=seconds, overhead=self.draft.overhead / rows))
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class LatencyModel:
 
     Args:
         buckets: at different numbers of rows and context lengths; the nearest one is used.
-        drafter: the kind of drafter in use.
+        drafter_kind: that in use.
 
     Example:
         >>> model = LatencyModel.from_curves(CostCurve((1, 9), (0.010, 0.012), context=256, batch=1), draft_token=0.001)
@@ -164,7 +164,7 @@ class LatencyModel:
     """
 
     buckets: tuple[Bucket, ...]
-    drafter: str = ANY_DRAFTER
+    drafter_kind: str = ANY_DRAFTER
 
     def __post_init__(self) -> None:
         if not 0 < len(self.buckets) <= 64:
@@ -179,16 +179,16 @@ class LatencyModel:
             return 2 * abs(log2(rows / curve.batch)) + abs(log2(max(1, context) / curve.context))
 
         target, drafters = min(self.buckets, key=distance)
-        return StepLatency(target, drafters.get(self.drafter) or drafters[ANY_DRAFTER])
+        return StepLatency(target, drafters.get(self.drafter_kind) or drafters[ANY_DRAFTER])
 
-    def select(self, drafter: str, negligible_draft_cost: bool = False) -> LatencyModel:
+    def for_drafter(self, kind: str, negligible_draft_cost: bool = False) -> LatencyModel:
         """The same model with this kind of drafter; `ValueError` if it has none, unless its cost is negligible."""
         free = {ANY_DRAFTER: DraftLatency()} if negligible_draft_cost else {}
         buckets = tuple(Bucket(target, free | dict(drafters)) for target, drafters in self.buckets)
         for _, drafters in buckets:
-            if not {drafter, ANY_DRAFTER} & drafters.keys():
-                raise ValueError(f"the latency file has no drafter {drafter!r}; it has {sorted(drafters)}")
-        return LatencyModel(buckets, drafter)
+            if not {kind, ANY_DRAFTER} & drafters.keys():
+                raise ValueError(f"the latency file has no drafter {kind!r}; it has {sorted(drafters)}")
+        return LatencyModel(buckets, kind)
 
     @classmethod
     def from_curves(cls, *curves: CostCurve, draft_token: float = 0.0, draft_step: float = 0.0) -> LatencyModel:

@@ -39,7 +39,7 @@ class PolicySession(ABC):
             limits: `[rows]` draft tokens that each row can still use; 0 for a row that takes no part in this step.
         """
 
-    def affords_prefill(self) -> bool:
+    def prefill_is_short(self) -> bool:
         """Whether the drafter's prefill is short beside the call; else only drafts without a pass can be faster."""
         return True
 
@@ -115,10 +115,10 @@ class Schedule(Policy):
     by_context: Mapping[int, int] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
-        for given in (self.by_batch, self.by_context):
-            numbers = [*given.keys(), *given.values()] if isinstance(given, Mapping) else [given]
+        for schedule in (self.by_batch, self.by_context):
+            numbers = [*schedule.keys(), *schedule.values()] if isinstance(schedule, Mapping) else [schedule]
             if not all(isinstance(number, int) and number >= 0 for number in numbers):
-                raise ValueError(f"a schedule maps sizes to depths, such as {{1: 8, 4: 4, 16: 0}}, got {given!r}")
+                raise ValueError(f"a schedule maps sizes to depths, such as {{1: 8, 4: 4, 16: 0}}, got {schedule!r}")
         if not self.by_batch and not self.by_context:
             raise ValueError("a schedule needs by_batch or by_context, such as {1: 8, 4: 4, 16: 0}")
 

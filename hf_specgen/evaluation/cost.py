@@ -100,7 +100,7 @@ def measure_latency(
                 for _ in range(2):
                     cast(Any, model).generate(ids, candidate_generator=candidates, **arguments)
                 statistics = cast(Statistics, candidates.speculation)
-                passes = sum(len(step.passes) for step in statistics.passes)
+                passes = sum(len(step.tokens_per_pass) for step in statistics.batch_steps)
                 latency = DraftLatency(seconds=(statistics.seconds.get("draft", 0.0) / max(1, passes),))
                 drafters[str(candidates.profile_key()[0])] = latency
         curve = measure_cost_curve(model, context=context, batch=count, progress_bar=progress_bar)

@@ -69,7 +69,7 @@ class BlockDrafter(HeadDrafter):
         self.config = cast(BlockConfig, bound.head.config)
         self.max_depth = self.config.depth
 
-    def read_depths(self, text: HeadText, depth: int) -> DepthLogits:
+    def forward_depths(self, text: HeadText, depth: int) -> DepthLogits:
         features, tokens = self._new(text)
         head = cast(BlockHead, self.bound.head)
         hidden = self._outputs(features, tokens, self.config.depth if head.reads_all_positions else depth)

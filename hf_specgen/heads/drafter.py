@@ -19,7 +19,7 @@ from hf_specgen.heads.base import BoundHead, HeadInputs, HeadOutput
 from hf_specgen.heads.head_text import FeatureSource, HeadText
 from hf_specgen.targets import masks
 from hf_specgen.targets.cache import RaggedCache
-from hf_specgen.targets.row_layout import spread_rows
+from hf_specgen.targets.row_layout import scatter_rows
 
 PREFILL_CHUNK = 512
 """Positions per pass: the size of a pass's mask then grows linearly with the context, not quadratically."""
@@ -51,7 +51,7 @@ class HeadDrafter(Drafter[HeadText]):
             return None
         for row in new.restarted:
             self._restart(row)
-        return new._replace(depths=max_depths, passes=self._passes(new, max_depths))
+        return new._replace(depths=max_depths, tokens_per_pass=self._passes(new, max_depths))
 
     def _passes(self, new: HeadText, max_depths: Sequence[int]) -> list[int]:
         """Tokens, over all rows, of the passes that process new text; none for prompts that no block follows."""
@@ -85,31 +85,31 @@ class HeadDrafter(Drafter[HeadText]):
         self.lengths += [0] * new
         if self.cache.lengths:
             other = type(self)(self.bound, self._source, new)
-            other.read(self._source.take_prompts(first))
+            other.forward_text(self._source.take_prompts(first))
             self._add_last(other)
 
-    def read(self, text: HeadText) -> torch.Tensor:
+    def forward_text(self, text: HeadText) -> torch.Tensor:
         """`[batch, draft vocab]` logits of the first draft token after new accepted positions.
 
         Rows that have ended are dropped, unless passes are captured.
         """
         return self._scatter(self._first(*self._new(text)))
 
-    def expand(self, frontier: Frontier) -> torch.Tensor:
-        """`[batch, new, draft vocab]` logits after the last nodes of a tree, after `read`."""
+    def forward_nodes(self, frontier: Frontier) -> torch.Tensor:
+        """`[batch, new, draft vocab]` logits after the last nodes of a tree, after `forward_text`."""
         return self._scatter(self._next(frontier.select(self.rows)))
 
-    def read_depths(self, text: HeadText, depth: int) -> DepthLogits:
+    def forward_depths(self, text: HeadText, depth: int) -> DepthLogits:
         """Process new accepted positions, and predict `depth` depths independently of each other."""
         output = self._outputs(*self._new(text), depth)
         return DepthLogits(self._scatter(self.bound.target_logits(output)).float()[:, :, None])
 
     @abstractmethod
     def _first(self, features: list[torch.Tensor], tokens: list[list[int]]) -> torch.Tensor:
-        """`read` of the active rows."""
+        """`forward_text` of the active rows."""
 
     def _next(self, frontier: Frontier) -> torch.Tensor:
-        """`expand` of the active rows; heads that draft all depths in one pass have none."""
+        """`forward_nodes` of the active rows; heads that draft all depths in one pass have none."""
         raise NotImplementedError
 
     def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:
@@ -181,7 +181,7 @@ class HeadDrafter(Drafter[HeadText]):
 
     def _scatter(self, values: torch.Tensor) -> torch.Tensor:
         """`[active, …]` values to `[batch, …]`, with zeros for rows that were dropped."""
-        return spread_rows(values, self.rows, self._batch)
+        return scatter_rows(values, self.rows, self._batch)
 
     def _positions(self, count: int) -> torch.Tensor:
         """`[active, count]` the positions after those in the cache."""

@@ -18,8 +18,8 @@ from hf_specgen.heads.base import BoundHead, HeadInputs, HeadOutput
 from hf_specgen.heads.drafter import HeadDrafter, padded
 from hf_specgen.heads.head_text import FeatureSource, HeadText
 from hf_specgen.targets import masks
-from hf_specgen.targets.cache import padded_width
-from hf_specgen.targets.graphs import Capturable, captured_functions
+from hf_specgen.targets.cache import padded_tokens
+from hf_specgen.targets.graphs import Capturable, graphs_of_call
 from hf_specgen.targets.passes import MAX_CAPTURED, CapturablePasses, DrafterInputs, LevelOutput, NewText
 
 
@@ -44,7 +44,7 @@ class EagleDrafter(HeadDrafter):
         self.token_ids = bound.head.draft_to_target
         self.is_one_pass = getattr(bound.head.config, "mask_token_id", None) is not None
         self.reads_all_rows = not self.is_one_pass
-        self._graphs = captured_functions(bound.head, graphs) if graphs and not self.is_one_pass else None
+        self._graphs = graphs_of_call(bound.head, graphs) if graphs and not self.is_one_pass else None
         self.keeps_all = self._graphs is not None  # another number of rows would be captured anew
         self._last: HeadOutput | None = None  # at the last accepted position of each row
         self._hidden = self._like.new_zeros(batch, 0, 0)  # of the nodes of the last pass
@@ -84,9 +84,9 @@ class EagleDrafter(HeadDrafter):
         batch, length = inputs.positions.shape
         if self._graphs is None or not self._graphs.is_active or length > MAX_CAPTURED or not self.cache.lengths:
             return super()._run(inputs)
-        width = padded_width(length)
+        width = padded_tokens(length)
         lengths = self.cache.lengths
-        capacity = self._graphs.capacity(self.cache, width)
+        capacity = self._graphs.use_static_buffers(self.cache, width)
         if not capacity:
             return super()._run(inputs)
         more = (0, width - length)
@@ -114,7 +114,7 @@ class EagleDrafter(HeadDrafter):
         pairs = zip(last, self._last, strict=True)
         return HeadOutput(*(torch.where(is_new, states, before) for states, before in pairs))
 
-    def capture(self, text: HeadText | None = None) -> CapturablePasses | None:
+    def capturable_passes(self, text: HeadText | None = None) -> CapturablePasses | None:
         """Passes over several levels, and over new text before them; None if they are not captured.
 
         Text is not captured where a row has no new position or too many of them.
@@ -122,15 +122,15 @@ class EagleDrafter(HeadDrafter):
         if self._graphs is None or not self._graphs.is_active:
             return None
         level = EagleLevel(self.bound.weights, self.bound.of_head(None))
-        passes = CapturablePasses(self._graphs, self.cache, level, self._store_levels, self._hidden)
+        capturable = CapturablePasses(self._graphs, self.cache, level, self._store_levels, self._hidden)
         if text is None:
-            return passes
+            return capturable
         counts = [len(row) for row in text.tokens]
         if not self.cache.lengths or not 0 < min(counts) <= max(counts) <= MAX_CAPTURED:
             return None
         features, tokens = self._new(text)
         new_text = NewText.of(tokens, padded(features, [slice(0, count) for count in counts]))
-        return passes._replace(text=new_text, store_text=partial(self._store_text, counts))
+        return capturable._replace(text=new_text, store_text=partial(self._store_text, counts))
 
     def _store_text(self, counts: Sequence[int], results: Sequence[torch.Tensor]) -> None:
         """Store the results of new positions, `counts` of each row, that a captured function has processed."""
@@ -151,7 +151,7 @@ class EagleDrafter(HeadDrafter):
         hidden = frontier.gather_parents(self._hidden)
         position: Any = layout.starts + frontier.depth
         if isinstance(position, int):  # without an operation
-            position = _numbers(padded_width(1 + position), depths.device)[position]
+            position = _numbers(padded_tokens(1 + position), depths.device)[position]
         positions = position.expand(frontier.batch, new)
         mask = masks.full_mask(layout)[:, :, -new:]
         output = self._run(HeadInputs(embeddings, hidden, positions, mask))

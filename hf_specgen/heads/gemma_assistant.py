@@ -24,7 +24,7 @@ from hf_specgen.heads.head_file import HeadFile, count_layers
 from hf_specgen.heads.head_text import StateSource, StateText
 from hf_specgen.heads.source import first_line
 from hf_specgen.targets.model_parts import decoder_layers
-from hf_specgen.targets.row_layout import spread_rows
+from hf_specgen.targets.row_layout import scatter_rows
 from hf_specgen.targets.target import Target
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -211,18 +211,18 @@ class AssistantDrafter(Drafter[StateText]):
         """The state and the last token of each row."""
         return self._source.take(max_depths)
 
-    def read(self, text: StateText) -> torch.Tensor:
+    def forward_text(self, text: StateText) -> torch.Tensor:
         """`[batch, vocab]` logits after each row's last token; earlier draft tokens are dropped."""
         rows = list(text.rows)
         pending = torch.tensor([[text.pending[row]] for row in rows])
         logits = self._run(pending, text.states[rows][:, None].to(self._like))
-        return spread_rows(logits[:, 0], rows, len(text.pending))
+        return scatter_rows(logits[:, 0], rows, len(text.pending))
 
-    def expand(self, frontier: Frontier) -> torch.Tensor:
+    def forward_nodes(self, frontier: Frontier) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last nodes of a tree."""
         active = frontier.select(self._target.rows)
         logits = self._run(active.tokens.to(self._like.device), active.gather_parents(self._hidden))
-        return spread_rows(logits, self._target.rows, frontier.batch)
+        return scatter_rows(logits, self._target.rows, frontier.batch)
 
     def _run(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[rows, length, vocab]` of one pass; `tokens` `[rows, length]`, `hidden` `[rows, length, hidden]`."""

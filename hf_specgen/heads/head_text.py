@@ -15,7 +15,7 @@ class HeadText(NamedTuple):
     tokens: list[list[int]]  # of each row the token after each of these positions
     active: list[bool]  # whether each row has not ended
     depths: Sequence[int] = ()  # maximum depth of each row's draft
-    passes: Sequence[int] = ()  # tokens, over all rows, of the passes that process the text; none for the prompts
+    tokens_per_pass: Sequence[int] = ()  # over all rows, of the passes over the text; none for the prompts
     restarted: Sequence[int] = ()  # rows whose text exceeds the draft window, which the head reads from its start
     is_first: bool = False  # whether nothing was taken before, so that the texts are the prompts
 
@@ -46,7 +46,7 @@ class StateText(NamedTuple):
     pending: list[int]  # the last token of each row
     rows: Sequence[int]  # that have not been dropped
     depths: Sequence[int] = ()  # maximum depth of each row's draft
-    passes: Sequence[int] = ()  # tokens, over all rows, of each pass that reads them
+    tokens_per_pass: Sequence[int] = ()  # tokens, over all rows, of each pass that reads them
 
 
 class StateSource(Protocol):

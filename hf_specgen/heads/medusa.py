@@ -193,20 +193,20 @@ class MedusaDrafter(Drafter[StateText]):
         text = self._source.take(max_depths)
         if text is None or not self.is_one_pass:
             return text
-        return text._replace(passes=())  # all heads run once in a draft: that is its overhead
+        return text._replace(tokens_per_pass=())  # all heads run once in a draft: that is its overhead
 
-    def read(self, text: StateText) -> torch.Tensor:
+    def forward_text(self, text: StateText) -> torch.Tensor:
         """`[batch, vocab]` the logits of head 0, from each row's hidden state and last token, if it reads that."""
         self._states = text.states.to(self._like)[:, None]
         return self._logits([0], self.bound.embed(torch.tensor(text.pending)[:, None, None]))[:, 0, 0]
 
-    def expand(self, frontier: Frontier) -> torch.Tensor:
+    def forward_nodes(self, frontier: Frontier) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last nodes, by the head of their depth."""
         last = self.bound.embed(frontier.tokens.to(self._like.device))[:, :, None]
         path = torch.cat([frontier.gather_parents(self._path), last], dim=2)
         return self._logits([frontier.depth], path)[:, :, 0]
 
-    def read_depths(self, text: StateText, depth: int) -> DepthLogits:
+    def forward_depths(self, text: StateText, depth: int) -> DepthLogits:
         """The logits of the first `depth` heads, if they read no tokens."""
         self._states = text.states.to(self._like)[:, None]
         return DepthLogits(self._logits(range(depth)).transpose(1, 2).float())

@@ -99,8 +99,8 @@ class PathDrafter(BlockDrafter):
         if (ids := self._head.draft_to_target) is not None:
             self._draft_ids = ids.new_zeros(self.config.vocab_size).scatter(0, ids, torch.arange(len(ids)).to(ids))
 
-    def read_depths(self, text: HeadText, depth: int) -> DepthLogits:
-        """As `BlockDrafter.read_depths`, corrected by the previous token: for heads without a state along the path.
+    def forward_depths(self, text: HeadText, depth: int) -> DepthLogits:
+        """As `BlockDrafter.forward_depths`, corrected by the previous token: for heads without a state along the path.
 
         The likeliest tokens of each depth are corrected after each of the likeliest tokens of the depth before; those
         of the first depth all follow the last known token.

@@ -39,7 +39,8 @@ class RaggedCache(Cache):
 
     def __init__(self, max_slots: int | None = None, layers: Sequence[RaggedLayer] = ()) -> None:
         super().__init__(layers=list(layers))
-        self.layer_class_to_replicate, self._max_slots = RaggedLayer, max_slots or 0
+        self.layer_class_to_replicate = RaggedLayer
+        self._max_slots = max_slots or 0
         self._states: dict[int, LayerStates] = defaultdict(LayerStates)
 
     @classmethod
@@ -71,11 +72,14 @@ class RaggedCache(Cache):
             self.layer_class_to_replicate is RaggedLayer
         )
 
-    def shared_copy(self) -> RaggedCache:
-        """A cache with the same contents, in the same tensors: neither overwrites what the other one holds."""
+    def row_copy(self, row: int) -> RaggedCache:
+        """A cache with the contents of one row."""
         held = [value for part in self._filled for value in vars(part).values()]
         held += [state for states in held if isinstance(states, dict) for state in states.values()]
-        return copy.deepcopy(self, {id(value): value for value in held if isinstance(value, torch.Tensor)})
+        # The copy refers to the same tensors, until the selection of the row copies its part of them.
+        cache = copy.deepcopy(self, {id(value): value for value in held if isinstance(value, torch.Tensor)})
+        cache.batch_select_indices(torch.tensor([row]))
+        return cache
 
     @property
     def _slotted(self) -> list[RaggedLayer]:
@@ -153,8 +157,9 @@ class RaggedCache(Cache):
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths[b]` slots of row b; the others will be overwritten."""
-        lengths, present = tuple(lengths), self.lengths
-        if any(state.lengths != present for state in self._states.values() if state.is_initialized):
+        lengths = tuple(lengths)
+        current = self.lengths
+        if any(state.lengths != current for state in self._states.values() if state.is_initialized):
             raise ValueError(
                 "its layers cache other columns of a convolution than one for each token, so that those of rejected "
                 "draft tokens cannot be removed"
@@ -236,7 +241,9 @@ class RaggedCache(Cache):
         for index, layer in enumerate(layers):
             is_offloaded = offloads and not (cache.only_non_sliding and getattr(layer, "is_sliding", False))
             new = ImageLayer() if index in of_images else layer_like(layer, is_offloaded)
-            result.layers.append(new := CompressedLayer(layer) if compresses else new)
+            if compresses:
+                new = CompressedLayer(layer)
+            result.layers.append(new)
             if isinstance(layer, CacheLayerMixin):
                 new.take_over(layer, slots)
                 new.take_over_index(layer)
@@ -274,7 +281,7 @@ def path_moves(starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> 
     One tensor, since each transfer is waited for; as many nodes as a power of two, so that there are few shapes. The
     pending token is copied onto itself in place of further ones.
     """
-    nodes = padded_width(max(len(path or ()) for path in paths))
+    nodes = padded_tokens(max(len(path or ()) for path in paths))
     sources, destinations = [], []
     for start, path in zip(starts, paths, strict=True):
         kept = path or ()
@@ -284,6 +291,6 @@ def path_moves(starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> 
     return torch.tensor([[[row] * nodes for row in range(len(paths))], sources, destinations])
 
 
-def padded_width(tokens: int) -> int:
+def padded_tokens(tokens: int) -> int:
     """The number of tokens that a captured pass over so many tokens is padded to: 1, 4, 8, 16, …"""
     return 1 if tokens == 1 else max(4, 1 << (tokens - 1).bit_length())

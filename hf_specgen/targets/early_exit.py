@@ -20,14 +20,13 @@ from hf_specgen.device_tree import PassTree
 from hf_specgen.targets.hooks import thread_hooks
 from hf_specgen.targets.inputs import PreparedCall
 from hf_specgen.targets.model_parts import decoder, decoder_layers, keeps_state, sharing_copy, with_part
+from hf_specgen.targets.row_layout import scatter_rows
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
 
 class EarlyExitTarget(Target):
     """A `Target` whose first `exit_layer` layers can run separately."""
-
-    reuses_drafter_states = True
 
     def __init__(self, prepared: PreparedCall, exit_layer: int):
         self._layers = divisible_layers(prepared.model, exit_layer)
@@ -73,8 +72,8 @@ class EarlyExitTarget(Target):
                 f"the layers of {type(self.model).__name__} pass on a state of shape {shape} instead of one vector for "
                 "each token"
             )
-        self._states.append(self._layout.scatter(state, tree.batch))
-        return self._states[-1], self._layout.scatter(outputs.logits, tree.batch) if with_logits else None
+        self._states.append(scatter_rows(state, self.rows, tree.batch))
+        return self._states[-1], scatter_rows(outputs.logits, self.rows, tree.batch) if with_logits else None
 
     def forward(self, tree: DraftTree, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor:
         """`Target.forward` from the states that drafting has kept, of the first nodes of the tree in their order."""
@@ -86,14 +85,14 @@ class EarlyExitTarget(Target):
         states = torch.cat(self._states, dim=1)  # [batch, 1 + nodes, hidden]
         self._states.clear()
         self.cache.set_lengths(self._starts)
-        present = self._layout.select(tree, {"states": states})[1]["states"]
+        present = self._layout.gather_inputs(tree, {"states": states})[1]["states"]
         # Models may add positions to their input or scale it, so that what the first layer reads is not these states.
         self._late.left_out[-1].returned = present
         # The ids again, though the layers left out ignore them: later ones may read inputs of their own from them.
         inputs = {"input_ids": tree.step_tokens(pending, self.device)}
         logits = self._run(self._late.model, tree, inputs, active).logits
         self._late.left_out[-1].returned = None
-        return self._layout.scatter(logits, tree.batch)
+        return scatter_rows(logits, self.rows, tree.batch)
 
 
 def divisible_layers(model: PreTrainedModel, exit_layer: int) -> nn.ModuleList:

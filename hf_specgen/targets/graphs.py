@@ -8,8 +8,8 @@ changed.
 
 A function runs as a graph if there is one, or if it is due to be captured; else its fallback runs::
 
-    graph = functions.find(run) or functions.capture_if_due(run, call)
-    outputs = graph.replay(run.inputs) if graph else run.fallback()
+    graph = module_graphs.find(run) or module_graphs.capture_if_due(run, call)
+    outputs = graph.replay(run.graph_inputs) if graph else run.fallback()
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hf_specgen.call import Compile
 from hf_specgen.targets.cache import RaggedCache
 from hf_specgen.targets.cuda_graphs import Graph, GraphMemory, graph_memory, leaves_of
 from hf_specgen.targets.fingerprint import graph_fingerprint
-from hf_specgen.targets.static_buffers import BufferSet, GraphBuffers, StepCache, StepLayer
+from hf_specgen.targets.static_buffers import BufferSet, GraphBuffers, GraphCache, GraphLayer
 
 logger = logging.getLogger("hf_specgen")
 EAGER_PASSES = 4
@@ -42,7 +42,7 @@ MAX_GRAPHS = 64
 
 Inputs = TypeVar("Inputs")
 Outputs = TypeVar("Outputs")
-Otherwise = TypeVar("Otherwise")
+Fallback = TypeVar("Fallback")
 
 
 class Capturable(Generic[Inputs, Outputs]):
@@ -85,15 +85,16 @@ class _Run:
         self.slots = slots
         self.fallback = fallback
         self.lengths = cache.lengths  # before the run
-        self.inputs = (inputs, torch.tensor(self.lengths))  # and `[batch]` the first slot that it writes in each row
+        # The inputs of the function, and `[batch]` the first slot that it writes in each row.
+        self.graph_inputs = (inputs, torch.tensor(self.lengths))
         # A graph is repeated with other values of its tensors, but with the same plain values.
-        leaves = leaves_of(self.inputs)
+        leaves = leaves_of(self.graph_inputs)
         shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
         self.key = (function, shapes, torch.is_inference_mode_enabled())
         """Runs with equal keys share a graph."""
 
 
-class CapturedFunctions:
+class ModuleGraphs:
     """The captured functions of one module, shared by all calls; used by one thread at a time, which holds `lock`.
 
     Attributes:
@@ -111,7 +112,7 @@ class CapturedFunctions:
         self._refused: set[tuple[Any, ...]] = set()
         """The keys of optional functions that could not be captured."""
 
-    def begin_call(self, module: nn.Module) -> None:
+    def drop_stale_graphs(self, module: nn.Module) -> None:
         """Forget the graphs of a module that has changed."""
         current = graph_fingerprint(module)
         if current == self._fingerprint:
@@ -146,7 +147,7 @@ class CapturedFunctions:
             return None
         # An eager run to compare the graph with, unless the function changes something: then it is captured with inputs
         # that change nothing. The run is outside of `try`: only errors of the capture are handled here.
-        function_inputs, starts = run.inputs
+        function_inputs, starts = run.graph_inputs
         dry_inputs = run.function.dry_inputs(function_inputs)
         expected = run.fallback() if dry_inputs is None else None
         run.cache.set_lengths(run.lengths)  # the eager run has appended slots
@@ -154,7 +155,7 @@ class CapturedFunctions:
         # Capture, compare and keep.
         try:
             graph = self._capture(run.function, call.module, inputs, run.slots, buffers)
-            if expected is not None and not run.function.matches(expected, graph.replay(run.inputs)):
+            if expected is not None and not run.function.matches(expected, graph.replay(run.graph_inputs)):
                 raise ValueError("its results differ from those of an ordinary pass")
             self._keep(graph, run, call.module, buffers)
         except Exception as error:
@@ -181,14 +182,14 @@ class CapturedFunctions:
         def function_on_buffers(static: tuple[Any, torch.Tensor]) -> Any:
             static_inputs, starts = static
             written = starts[:, None] + torch.arange(slots, device=starts.device)
-            layers: Any = [StepLayer(keys, values, written) for keys, values in buffers.tensors]
-            return function(module, static_inputs, StepCache(layers, buffers.joined))
+            layers: Any = [GraphLayer(keys, values, written) for keys, values in buffers.tensors]
+            return function(module, static_inputs, GraphCache(layers, buffers.joined))
 
         return Graph(function_on_buffers, inputs, self._memory, function)
 
     def _keep(self, graph: Graph, run: _Run, module: nn.Module, buffers: BufferSet) -> None:
         """Keep a graph for later runs; if there are too many, drop the least recently used one."""
-        # Before the first graph the first passes may have installed hooks. The graphs have these: they are no change.
+        # Passes before the first graph may have installed hooks, which are part of it: take the fingerprint again.
         if not is_captured(module):
             self._fingerprint = graph_fingerprint(module)
         buffers.graphs[run.key] = graph
@@ -221,29 +222,29 @@ class CallGraphs:
     """
 
     module: nn.Module
-    functions: CapturedFunctions
+    module_graphs: ModuleGraphs
     mode: Compile
     capture_now: bool = False
 
     @property
     def is_active(self) -> bool:
         """Whether nothing has failed, so that functions are captured."""
-        return self.functions.failure is None
+        return self.module_graphs.failure is None
 
-    def capacity(self, cache: RaggedCache, slots: int) -> int:
-        """Move a cache into static buffers that have at least `slots` free slots for each row; returns their size.
+    def use_static_buffers(self, cache: RaggedCache, slots: int) -> int:
+        """Move the cache into static buffers with at least `slots` free slots per row.
 
-        The size counts all slots of a row. 0 if there is no memory, with "auto"; then nothing is captured any more.
+        Returns the number of slots per row; 0 if there is no memory, with "auto": then nothing is captured any more.
 
         Raises:
             torch.OutOfMemoryError: with the mode "graphs", if there is no memory.
         """
-        with self.functions.lock:
+        with self.module_graphs.lock:
             try:
                 cache.reserve(max(cache.lengths) + slots)
-                return self.functions.buffers.adopt(cache)
+                return self.module_graphs.buffers.adopt(cache)
             except torch.OutOfMemoryError as error:
-                self.functions.give_up(self, error)
+                self.module_graphs.give_up(self, error)
                 return 0
 
     def run(
@@ -252,46 +253,46 @@ class CallGraphs:
         inputs: Inputs,
         cache: RaggedCache,
         slots: int,
-        fallback: Callable[[], Otherwise],
-    ) -> Outputs | Otherwise:
+        fallback: Callable[[], Fallback],
+    ) -> Outputs | Fallback:
         """The outputs of a function that appends so many slots to each row of a cache.
 
         Args:
-            function: what runs as a graph, if there is one or it is due, see `CapturedFunctions.capture_if_due`.
+            function: what runs as a graph, if there is one or it is due, see `ModuleGraphs.capture_if_due`.
             inputs: of the function.
-            cache: of the call, in static buffers since `capacity`.
+            cache: of the call, in static buffers since `use_static_buffers`.
             slots: how many slots the function writes after each row.
             fallback: called where there is no graph, for the value to return: runs the function eagerly on the cache
                 of the call; or does nothing and returns None, for callers that then make the passes themselves.
         """
         run = _Run(function, inputs, cache, slots, fallback)
-        with self.functions.lock:
-            graph = self.functions.find(run) or self.functions.capture_if_due(run, self)
+        with self.module_graphs.lock:
+            graph = self.module_graphs.find(run) or self.module_graphs.capture_if_due(run, self)
             if graph is None:
                 return fallback()
-            outputs: Outputs = graph.replay(run.inputs)
+            outputs: Outputs = graph.replay(run.graph_inputs)
         cache.set_lengths([length + slots for length in run.lengths])
         return outputs
 
     def release(self, cache: RaggedCache) -> None:
         """Let other calls use the buffers of a cache, which needs them no longer."""
-        with self.functions.lock:
-            self.functions.buffers.release(cache)
+        with self.module_graphs.lock:
+            self.module_graphs.buffers.release(cache)
 
 
 _lock = threading.Lock()
-_functions: weakref.WeakKeyDictionary[nn.Module, CapturedFunctions] = weakref.WeakKeyDictionary()
+_module_graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
 
 
-def captured_functions(module: nn.Module, mode: Compile) -> CallGraphs:
+def graphs_of_call(module: nn.Module, mode: Compile) -> CallGraphs:
     """The captured functions of a module for one call; the graphs of a module that has changed are gone."""
     with _lock:
-        functions = _functions.setdefault(module, CapturedFunctions())
-    functions.begin_call(module)
-    return CallGraphs(module, functions, mode)
+        module_graphs = _module_graphs.setdefault(module, ModuleGraphs())
+    module_graphs.drop_stale_graphs(module)
+    return CallGraphs(module, module_graphs, mode)
 
 
 def is_captured(module: nn.Module) -> bool:
     """Whether a function of a module has been captured."""
-    functions = _functions.get(module)
-    return functions is not None and any(buffers.graphs for buffers in functions.buffers.sets)
+    module_graphs = _module_graphs.get(module)
+    return module_graphs is not None and any(buffers.graphs for buffers in module_graphs.buffers.sets)

@@ -135,7 +135,7 @@ class HiddenStateTarget(Target):
         super().commit(paths)
         self.step_states = self.step_states.after_commit(paths)
 
-    def states_of(self, aux_layers: Sequence[int]) -> torch.Tensor:
+    def last_states(self, aux_layers: Sequence[int]) -> torch.Tensor:
         return self.step_states.last_of(aux_layers)
 
     def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:

@@ -45,7 +45,7 @@ class StepLayout:
     """Where a step's tokens lie in the cache and in the draft tree; the last of them are queries."""
 
     starts: int | torch.Tensor  # the first slot of the step's tokens: a number for all rows, otherwise [batch, 1]
-    width: int  # how many slots attention reads
+    num_slots: int  # how many slots attention reads
     depths: torch.Tensor  # [batch, tokens] in the tree
     ancestors: torch.Tensor  # [batch, queries, tokens] bool
     visible: torch.Tensor | None = None  # [batch, slots] bool, False for padding
@@ -62,12 +62,12 @@ class StepLayout:
 
 
 def full_mask(layout: StepLayout) -> torch.Tensor:
-    """`[batch, 1, queries, width]` bool: every token attends to its row's cached tokens and to its own ancestors."""
+    """`[batch, 1, queries, num_slots]` bool: tokens attend to cached tokens of the row and to their ancestors."""
     starts = layout.starts
     if isinstance(starts, int) and layout.visible is None:
         return pad(layout.ancestors[:, None], (starts, 0), value=True)
-    node, is_node = _node_of_slot(layout)  # [batch, width]
-    cached = (torch.arange(layout.width, device=node.device) < starts).expand(len(node), -1)
+    node, is_node = _node_of_slot(layout)  # [batch, num_slots]
+    cached = (torch.arange(layout.num_slots, device=node.device) < starts).expand(len(node), -1)
     if layout.visible is not None:
         prompt = layout.visible.shape[1]  # later slots are never padding
         cached = torch.cat([cached[:, :prompt] & layout.visible, cached[:, prompt:]], dim=1)
@@ -109,16 +109,16 @@ def fixed_mask(mask: Any, batch: int, slots: int) -> Any:
 
 
 def _node_of_slot(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """For every slot the index of this step's token in it, and whether there is one. Both `[batch, width]`."""
+    """For every slot the index of this step's token in it, and whether there is one. Both `[batch, num_slots]`."""
     rows, tokens = layout.depths.shape
-    node = (torch.arange(layout.width, device=layout.depths.device) - layout.starts).expand(rows, -1)
+    node = (torch.arange(layout.num_slots, device=layout.depths.device) - layout.starts).expand(rows, -1)
     return node.clamp(0, tokens - 1), (node >= 0) & (node < tokens)
 
 
 def _logical_indices(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys `[batch, 1, 1, width]` and queries `[batch, 1, queries, 1]`: their indices from the root; siblings agree."""
+    """Keys `[batch, 1, 1, num_slots]` and queries `[batch, 1, queries, 1]`: indices from the root; siblings agree."""
     node, is_node = _node_of_slot(layout)
-    slot = torch.arange(layout.width, device=node.device).expand_as(node)
+    slot = torch.arange(layout.num_slots, device=node.device).expand_as(node)
     index = layout.depths + layout.starts  # [batch, tokens]
     key = torch.where(is_node, index.gather(1, node), slot)
     return key[:, None, None, :], index[:, None, -layout.ancestors.shape[1] :, None]

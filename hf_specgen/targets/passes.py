@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from hf_specgen import compat
 from hf_specgen.targets.attention import grouped_attention
-from hf_specgen.targets.cache import RaggedCache, padded_width
+from hf_specgen.targets.cache import RaggedCache, padded_tokens
 from hf_specgen.targets.graphs import CallGraphs, Capturable, Inputs
 from hf_specgen.targets.hooks import thread_hooks
 from hf_specgen.targets.masks import StepLayout, StepMasks
@@ -190,15 +190,15 @@ class ModelLevel(LayoutPass):
 class NewText(NamedTuple):
     """Tokens that a drafter has not processed, `counts` of each row."""
 
-    counts: Sequence[int]
+    counts: torch.Tensor  # [batch]
     tokens: torch.Tensor  # [batch, width], padded on the right
     features: torch.Tensor | None = None  # [batch, width, …] what a head reads with them
 
     @classmethod
     def of(cls, texts: Sequence[Sequence[int]], features: torch.Tensor | None = None) -> NewText:
         """Of the tokens of each row, and features `[batch, longest, …]`; padded to a width of captured passes."""
-        counts = [len(text) for text in texts]
-        width = max(TEXT_WIDTH, padded_width(max(counts)))
+        counts = torch.tensor([len(text) for text in texts])
+        width = max(TEXT_WIDTH, padded_tokens(max(map(len, texts))))
         tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts])
         return cls(counts, tokens, None if features is None else pad(features, (0, 0, 0, width - features.shape[1])))
 

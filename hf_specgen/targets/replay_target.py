@@ -59,7 +59,7 @@ class ReplayTarget(Target):
         chains = [[token, *nodes[: len(parents)]] for token, nodes, parents in rows]
         return self._results(self._replay(chains, active), tree.batch, 1 + tree.nodes)
 
-    def grow(self, frontier: Frontier, active: Sequence[bool] | None = None) -> torch.Tensor:
+    def extend_tree(self, frontier: Frontier, active: Sequence[bool] | None = None) -> torch.Tensor:
         self._has_pending = False
         logits = self._replay(frontier.tokens.tolist(), active)
         return self._results(logits, frontier.batch, frontier.tokens.shape[1])

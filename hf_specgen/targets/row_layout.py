@@ -42,15 +42,13 @@ class RowLayout:
         """Of one value for each row of the call, those of the rows in the cache."""
         return [values[row] for row in self.rows]
 
-    def select(self, tree: PassTree, inputs: dict[str, torch.Tensor]) -> tuple[PassTree, dict[str, torch.Tensor]]:
+    def gather_inputs(
+        self, tree: PassTree, inputs: dict[str, torch.Tensor]
+    ) -> tuple[PassTree, dict[str, torch.Tensor]]:
         """The draft and the inputs of a pass, for the rows in the cache."""
         if len(self.rows) == tree.batch:
             return tree, inputs
         return tree.select(self.rows), {name: tensor[self.rows] for name, tensor in inputs.items()}
-
-    def scatter(self, values: torch.Tensor, batch: int) -> torch.Tensor:
-        """`[rows in the cache, …]` to `[batch, …]`, with zeros for rows that have been dropped."""
-        return spread_rows(values, self.rows, batch)
 
     def positions(
         self, tree: PassTree, lengths: Sequence[int], active: Sequence[bool] | None, cached: int
@@ -74,7 +72,7 @@ class RowLayout:
     def limits(
         self, tree: PassTree, bases: Sequence[int], active: Sequence[bool] | None, cached: int = 0
     ) -> list[int] | None:
-        """The highest position of each row, whose last token has position `bases`; None if no node can exceed it.
+        """The highest position of each row, whose last token is at `bases`; None if no node can exceed it.
 
         An ended row and its nodes may exceed the model's position table, where a model would raise. So may padding
         nodes. The results of all these are ignored. The other rows exceed it as in plain decoding.
@@ -85,12 +83,14 @@ class RowLayout:
         takes_part = [True] * len(bases) if active is None else self.gather(active)
         limits = []
         for index, (base, part) in enumerate(zip(bases, takes_part, strict=True)):
+            # Clamp to the last position: rows that do not take part; and rows whose nodes may be padding, as in a
+            # growing tree or in a tree on the device, whose depths would cost a synchronization.
             is_clamped = not part or (base <= last and (cached > 0 or isinstance(tree, DeviceTree | Frontier)))
             limits.append(last if is_clamped else max(last, base + max(tree.depths(index))))
         return limits
 
     def rows_to_keep(self, needed: Sequence[bool]) -> list[int] | None:
-        """The indices in the cache of the rows still needed; None unless a quarter, or half of the last four, ended."""
+        """The cache indices of needed rows; None unless a quarter has ended, or half if at most four are left."""
         indices = [index for index, row in enumerate(self.rows) if needed[row]]
         rows = len(self.rows)
         ended = len(self.rows) - len(indices)
@@ -109,7 +109,7 @@ class RowLayout:
         self.rows = list(range(len(self.offsets)))
 
 
-def spread_rows(values: torch.Tensor, rows: Sequence[int], batch: int) -> torch.Tensor:
+def scatter_rows(values: torch.Tensor, rows: Sequence[int], batch: int) -> torch.Tensor:
     """`[rows, …]` values of some rows of a batch as `[batch, …]`, with zeros for the other rows."""
     if values.shape[0] == batch:
         return values

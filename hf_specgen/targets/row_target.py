@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Self
 
-import torch
-
 from hf_specgen.targets.masks import StepMasks
 from hf_specgen.targets.target import Target
 
@@ -65,7 +63,6 @@ class RowTarget(Target):
 
     def leave(self, common: Target, row: int) -> None:
         """Make the passes of this row alone again, with the cache of this row of the common target."""
-        self.cache = common.cache.shared_copy()
-        self.cache.batch_select_indices(torch.tensor([row]))
+        self.cache = common.cache.row_copy(row)
         self._model_cache = self.cache
         self.has_common = False

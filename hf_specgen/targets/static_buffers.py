@@ -106,7 +106,7 @@ def _static(buffer: torch.Tensor, capacity: int, count: int = 1) -> torch.Tensor
         return torch.zeros(count, batch, heads, capacity, size, dtype=buffer.dtype, device=buffer.device)
 
 
-class StepLayer(RaggedLayer):
+class GraphLayer(RaggedLayer):
     """Keys and values of one layer in a captured function, written to buffers at `slots` `[batch, new]`, in order.
 
     Attention reads the whole buffers; the mask leaves out the unfilled slots.
@@ -146,7 +146,7 @@ class StepLayer(RaggedLayer):
         return self.get_mask_sizes(0)[0] - int(self.slots.shape[1])
 
 
-class StepCache(Cache):
+class GraphCache(Cache):
     """The cache of a captured function; `joined` `[2 * layers, batch, …]` are all buffers, if they are alike."""
 
     def __init__(self, layers: list[Any], joined: torch.Tensor | None):

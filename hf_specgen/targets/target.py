@@ -17,8 +17,8 @@ from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.device_tree import Frontier, PassTree
 from hf_specgen.targets.attention import without_cudnn_attention
-from hf_specgen.targets.cache import padded_width
-from hf_specgen.targets.graphs import CallGraphs, captured_functions, is_captured
+from hf_specgen.targets.cache import padded_tokens
+from hf_specgen.targets.graphs import CallGraphs, graphs_of_call, is_captured
 from hf_specgen.targets.inputs import CallInputs, PreparedCall, call_cache
 from hf_specgen.targets.masks import StepMasks, fixed_mask
 from hf_specgen.targets.model_parts import compares_slots, decoder_config, keeps_state
@@ -34,12 +34,12 @@ from hf_specgen.targets.passes import (
     TreePass,
 )
 from hf_specgen.targets.replay_queue import MAX_ROW_SKEW
-from hf_specgen.targets.row_layout import RowLayout
+from hf_specgen.targets.row_layout import RowLayout, scatter_rows
 from hf_specgen.targets.support import last_position, pass_capacity, slot_limit
 from hf_specgen.tree import DraftTree
 
 
-class _Step(NamedTuple):
+class _PassInputs(NamedTuple):
     """A pass over a draft but its first `cached` tokens, of the rows in the cache; `active` as for `Target.forward`."""
 
     tree: PassTree
@@ -54,8 +54,6 @@ class Target:
     `graphs` says whether passes after the prefill are captured as CUDA graphs.
     """
 
-    reuses_drafter_states: bool = False
-    """Whether a step starts from hidden states that drafting has computed for its tokens."""
     max_row_skew: float = float("inf")
     """How many tokens a row may be ahead of the slowest row."""
     has_recurrent_state: bool = False
@@ -66,7 +64,7 @@ class Target:
         self.model = model
         self.device = compat.input_device(model)
         self.batch = len(prepared.input_ids)
-        self._graphs = captured_functions(model, graphs) if graphs else None
+        self._graphs = graphs_of_call(model, graphs) if graphs else None
         self._pass = ModelPass()
         self._config = decoder_config(model)
         self._inputs = CallInputs(prepared)
@@ -80,7 +78,7 @@ class Target:
         self._masks = StepMasks(model, self._inputs.padding, required=bool(graphs))
         keeps_order = keeps_state(self._config) or compares_slots(self._config)
         self.verifies_chains_only = keeps_order or self._masks.chains_only
-        """Whether a draft must be a chain: states cannot branch, FlashAttention takes no mask, slots count."""
+        """Whether a draft must be a chain: states cannot branch, attention takes no mask or compares slot indices."""
         # Captured passes receive the padding as an input.
         self._step_masks = StepMasks(model, None, required=True)
         self._starts: tuple[int, ...] = ()
@@ -112,7 +110,7 @@ class Target:
 
     @property
     def max_draft_tokens(self) -> float:
-        """How many draft tokens of a row the next pass can take: experts, or groups of a cache, may have a limit."""
+        """How many draft tokens of a row the next pass takes: limited by capacity of experts and compressed caches."""
         return min(self._pass_capacity, self.cache.max_pass_tokens) - 1
 
     @property
@@ -150,12 +148,12 @@ class Target:
         self.cache.erase_rejected()
         return self.forward(DraftTree.empty(len(pending)), pending, active)
 
-    def forward_and_forget(self, tree: DraftTree, pending: Sequence[int], active: Sequence[bool]) -> torch.Tensor:
-        """As `forward`, but nothing is kept: for passes that draft. They are not captured."""
+    def forward_without_commit(self, tree: DraftTree, pending: Sequence[int], active: Sequence[bool]) -> torch.Tensor:
+        """As `forward`, but the cache keeps nothing: for passes that draft. They are not captured."""
         starts = self.cache.lengths
-        present, inputs = self._layout.select(tree, {"input_ids": tree.step_tokens(pending, self.device)})
+        present, inputs = self._layout.gather_inputs(tree, {"input_ids": tree.step_tokens(pending, self.device)})
         with without_cudnn_attention(self.device):
-            logits = self._eager_pass(self.model, _Step(present, inputs, active)).logits
+            logits = self._eager_pass(self.model, _PassInputs(present, inputs, active)).logits
         self.cache.set_lengths(starts)
         if bool(logits.isnan().any()):
             self.cache.erase_rejected()
@@ -165,10 +163,10 @@ class Target:
         """Return to where the last pass began."""
         self.cache.set_lengths(self._starts)
 
-    def grow(self, frontier: Frontier, active: Sequence[bool] | None = None) -> torch.Tensor:
+    def extend_tree(self, frontier: Frontier, active: Sequence[bool] | None = None) -> torch.Tensor:
         """Run the model on the frontier of trees whose root and other nodes are cached: for draft models.
 
-        The root is the last token in the cache before the first `grow` of a tree. Returns `[batch, new, vocab]` logits.
+        The root of a tree is the last token in the cache before it grows. Returns `[batch, new, vocab]` logits.
         """
         new = frontier.tokens.shape[1]
         cached = 1 + frontier.nodes - new
@@ -178,9 +176,9 @@ class Target:
         return self._results(logits, frontier.batch, new)
 
     def capturable_passes(self, levels: int, text: NewText | None = None) -> CapturablePasses | None:
-        """What `grow` over so many levels in one captured function needs; None if it cannot be captured.
+        """What `extend_tree` over so many levels in one captured function needs; None if it cannot be captured.
 
-        The function starts from a root that is cached, as `grow` does, or from text that is not.
+        The function starts from a root that is cached, as `extend_tree` does, or from text that is not.
         """
         graphs = self._active_graphs
         if graphs is None or self.verifies_chains_only or not self._inputs.is_text():
@@ -191,14 +189,14 @@ class Target:
             return None
         level = ModelLevel(self._pass, self._step_masks)
         offsets = torch.tensor(self._layout.offsets)[:, None]
-        passes = CapturablePasses(graphs, self.cache, level, self._store_levels)
-        return passes._replace(visible=self._masks.visible, offsets=offsets, text=text)
+        capturable = CapturablePasses(graphs, self.cache, level, self._store_levels)
+        return capturable._replace(visible=self._masks.visible, offsets=offsets, text=text)
 
     def pass_shape(self, tokens: int) -> tuple[int, int]:
         """How many rows, and tokens of each, a pass over so many tokens of each row computes."""
-        return len(self.rows), tokens if self._active_graphs is None else padded_width(tokens)
+        return len(self.rows), tokens if self._active_graphs is None else padded_tokens(tokens)
 
-    def states_of(self, aux_layers: Sequence[int]) -> torch.Tensor:
+    def last_states(self, aux_layers: Sequence[int]) -> torch.Tensor:
         """The hidden states that chose the last tokens, see `HiddenStateTarget`."""
         raise ValueError(f"hidden states {list(aux_layers)} are not captured; name them in target_requirements()")
 
@@ -212,7 +210,7 @@ class Target:
 
     def _results(self, values: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
         """Values of a pass, `[present rows, tokens of the pass, …]`, as `[batch, tokens, …]` of the call's rows."""
-        return self._layout.scatter(values, batch)
+        return scatter_rows(values, self.rows, batch)
 
     def _set_lengths(self, generated: Sequence[int]) -> None:
         """Cut the cache of each row to the prompt and so many tokens after it."""
@@ -228,14 +226,14 @@ class Target:
         cached: int = 0,
     ) -> PassOutput:
         """One pass of a module over a tree but its first `cached` tokens, for the rows that are present."""
-        step = _Step(*self._layout.select(tree, inputs), active, cached)
+        step = _PassInputs(*self._layout.gather_inputs(tree, inputs), active, cached)
         graphs = self._active_graphs
         if graphs is None:
             with without_cudnn_attention(self.device):
                 return self._eager_pass(module, step)
         # A captured pass has one of few widths; the padding is cut off from its outputs and the cache.
         new = 1 + step.tree.nodes - cached
-        padding = padded_width(new) - new
+        padding = padded_tokens(new) - new
         if padding:
             padded = {name: pad(values, (0, padding)) for name, values in step.inputs.items()}
             step = step._replace(tree=step.tree.padded(step.tree.nodes + padding), inputs=padded)
@@ -244,13 +242,13 @@ class Target:
         self.cache.set_lengths([length - padding for length in self.cache.lengths])
         return PassOutput(output.logits[:, :new], tuple(states[:, :new] for states in output.states))
 
-    def _eager_pass(self, module: nn.Module, step: _Step) -> PassOutput:
+    def _eager_pass(self, module: nn.Module, step: _PassInputs) -> PassOutput:
         """A pass on the cache of the call."""
         output = self._pass(module, self._arguments(step), self._model_cache)
         self.cache.check_pass()
         return output
 
-    def _arguments(self, step: _Step) -> dict[str, Any]:
+    def _arguments(self, step: _PassInputs) -> dict[str, Any]:
         """The arguments of an eager pass but the cache."""
         tree, inputs, active, cached = step
         lengths = tuple(length - cached for length in self.cache.lengths)
@@ -258,16 +256,18 @@ class Target:
         mask = self._masks.of_step(tree, lengths, cached, self.cache.first_visible)
         return self._inputs.arguments(inputs, mask, positions)
 
-    def _captured_pass(self, graphs: CallGraphs, step: _Step) -> PassOutput:
+    def _captured_pass(self, graphs: CallGraphs, step: _PassInputs) -> PassOutput:
         """A pass as a graph, once it was captured."""
         tokens = step.inputs["input_ids"]
         slots = tokens.shape[1]
         eager_pass = partial(self._eager_pass, self.model, step)
-        capacity = graphs.capacity(self.cache, slots)
+        capacity = graphs.use_static_buffers(self.cache, slots)
         if not capacity:
             return eager_pass()
         function: CapturablePass = self._pass
-        if step.cached:  # where each level of a tree would take a graph of its own
+        if step.cached:
+            # A growing tree: the inputs of `TreePass` have another shape in each level, so that each would need a
+            # graph. With mask and positions as inputs, all levels share one.
             static_inputs: Any = self._arguments(step)
             static_inputs["attention_mask"] = fixed_mask(static_inputs["attention_mask"], len(tokens), capacity)
         else:
@@ -276,7 +276,7 @@ class Target:
         output: PassOutput = graphs.run(function, static_inputs, self.cache, slots, eager_pass)
         return output
 
-    def _tree_inputs(self, step: _Step, capacity: int) -> TreeInputs:
+    def _tree_inputs(self, step: _PassInputs, capacity: int) -> TreeInputs:
         """The inputs of a captured pass over trees that begin with each row's last token."""
         tree = step.tree
         tokens = step.inputs["input_ids"]
@@ -289,9 +289,9 @@ class Target:
         return TreeInputs(tokens, offsets, structure, visible, self._inputs.axes, others)
 
     def copy(self) -> Self:
-        """A target with the same cache, for passes that the drafters of a call must not notice.
+        """A target with the same cache, for passes that must not change the hidden states of the last step.
 
-        What drafters read of the last step is replaced by every pass, so that the original has it unchanged.
+        Drafters read these of the original.
         """
         return copy.copy(self)
 

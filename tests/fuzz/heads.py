@@ -119,11 +119,15 @@ def steer(session: Any, texts: Sequence[Sequence[int | None]], fault: str = "") 
         spoil_scores(fault, logits)
         return predicted
 
-    replaced: dict[str, Any] = {"capture": lambda *_: None}  # captured functions would not be steered
-    read, expand, read_depths = drafter.read, drafter.expand, drafter.read_depths
-    replaced["read"] = lambda text: raised(read(text), [0])
-    replaced["expand"] = lambda frontier: raised(expand(frontier), [frontier.depth] * frontier.tokens.shape[1])
-    replaced["read_depths"] = lambda text, depth: raised_depths(read_depths(text, depth), depth)
+    replaced: dict[str, Any] = {"capturable_passes": lambda *_: None}  # captured functions would not be steered
+    forward_text = drafter.forward_text
+    forward_nodes = drafter.forward_nodes
+    forward_depths = drafter.forward_depths
+    replaced["forward_text"] = lambda text: raised(forward_text(text), [0])
+    replaced["forward_nodes"] = lambda frontier: raised(
+        forward_nodes(frontier), [frontier.depth] * frontier.tokens.shape[1]
+    )
+    replaced["forward_depths"] = lambda text, depth: raised_depths(forward_depths(text, depth), depth)
     vars(drafter).update(replaced)
     return session
 

@@ -79,8 +79,8 @@ def depth_call(
     prompt: int = 100,
     *,
     k: int = 16,
-    negligible_cost: bool = True,
-    sizes_trees: bool = False,
+    negligible_draft_cost: bool = True,
+    adaptive_tree: bool = False,
     model: Any = None,
     temperature: float = 0.0,
     max_new_tokens: float = float("inf"),
@@ -90,7 +90,7 @@ def depth_call(
     for row in range(rows):
         state.append(row, [1])
     config = GenerationConfig(do_sample=temperature > 0, temperature=temperature or None)
-    settings = DraftingSettings(k, ("draft_model", k), negligible_cost, sizes_trees)
+    settings = DraftingSettings(k, ("draft_model", k), negligible_draft_cost, adaptive_tree)
     return Call(model, state, config, settings)
 
 

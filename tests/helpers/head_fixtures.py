@@ -195,9 +195,9 @@ def reread(session: Any, row: int, count: int) -> Any:
     fresh: Any = type(session.drafter)(bound, None, 1)
     new = HeadText([features], [text[0, 1 : 1 + count].tolist()], [True])
     if fresh.is_one_pass and not isinstance(fresh, PathDrafter):
-        fresh.read_depths(new, 2)
+        fresh.forward_depths(new, 2)
     else:
-        fresh.read(new)
+        fresh.forward_text(new)
     return fresh
 
 

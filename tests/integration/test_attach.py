@@ -471,7 +471,7 @@ def test_attached_history_drafts_the_answers_of_earlier_calls(kind: str, tmp_pat
     steps = []
     for _ in range(2):
         assert torch.equal(model.generate(**prompts(2), **settings), plain)
-        steps.append(len(candidates.speculation.passes))
+        steps.append(len(candidates.speculation.batch_steps))
     assert steps[1] <= 2 < steps[0]
     if kind == "object":
         rows = [row[mask.bool()].tolist() for row, mask in zip(*prompts(2).values(), strict=True)]

@@ -277,6 +277,17 @@ def test_captured_levels_same_drafts(
     assert any(passes[0] == TEXT_WIDTH for passes in of_several), "none began with new text"
 
 
+def test_captured_chain_of_more_tokens_than_a_tree_same_drafts(captures: list[Any]) -> None:
+    """Would catch: a captured chain that is cut to the maximum number of nodes of a tree."""
+    target = small(max_position_embeddings=256)
+    candidates = DraftModelCandidates(perturbed_copy(target, 0.0), k=70, policy=FixedDepth())
+    drafts = []
+    for mode in (False, "graphs"):
+        target.generate(**prompts(1), candidate_generator=candidates, compile=mode, max_new_tokens=100)
+        drafts.append(candidates.speculation.rows)
+    assert drafts[0] == drafts[1] and max(step.drafted for step in drafts[0][0]) == 70
+
+
 def taken(runs: list[list[int]]) -> list[list[int]]:
     """The recorded runs, which are then forgotten."""
     found = list(runs)

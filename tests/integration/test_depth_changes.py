@@ -108,7 +108,7 @@ def requested_depths(rank: int, store: str) -> Requested:
 
         target: Any = Target(clock, relative)
         with mock.patch.object(time, "thread_time", clock):
-            session = AdaptiveDepth().start(depth_call(model=model, negligible_cost=False))
+            session = AdaptiveDepth().start(depth_call(model=model, negligible_draft_cost=False))
             session.prefilled(target)
         steps = 100 + 50 * replica if layout == "replicas" else 100  # replicas take different numbers of steps
         requested[layout] = run(session, steps, [2], relative)

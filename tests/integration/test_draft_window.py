@@ -204,7 +204,7 @@ def test_parallel_draft_same_tokens_in_one_pass_a_draft(name: str, batch: int) -
         candidates = drafts(name, **settings)
         assert isinstance(candidates, DraftModelCandidates)
         assert_same_tokens(target, prompts(batch), candidates, max_new_tokens=14, **mode)
-        passes = [step.passes for step in candidates.speculation.passes if step.has_draft]
+        passes = [step.tokens_per_pass for step in candidates.speculation.batch_steps if step.has_draft]
         assert passes and all(len(step) == 1 for step in passes)
 
 
@@ -214,8 +214,8 @@ def test_auto_depth_of_one_pass_is_less_than_that_of_a_pass_for_each_level() -> 
     parallel, serial = drafts("pard_llama", policy=fixed), DraftModelCandidates(target, policy=fixed)
     for candidates in (parallel, serial):
         assert_same_tokens(target, prompts(1), candidates, max_new_tokens=40)
-    assert max(max(step.passes, default=0) for step in parallel.speculation.passes) < 32
-    assert max(step.depth for step in serial.speculation.passes) == 32
+    assert max(max(step.tokens_per_pass, default=0) for step in parallel.speculation.batch_steps) < 32
+    assert max(step.depth for step in serial.speculation.batch_steps) == 32
 
 
 @pytest.mark.parametrize("name", DRAFTS)

@@ -39,7 +39,7 @@ def test_equal_prompts_are_prefilled_once_with_the_states_of_all_rows(kind: str)
     reference, expected = prefilled(model, repeated([2, 0, 0, 2, 1]))
     assert reference._inputs.prefill_rows is None
     torch.testing.assert_close(logits, expected)
-    torch.testing.assert_close(target.states_of(LAYERS), reference.states_of(LAYERS))
+    torch.testing.assert_close(target.last_states(LAYERS), reference.last_states(LAYERS))
     assert target.cache.lengths == reference.cache.lengths
     for layer, other in zip(target.cache.layers, reference.cache.layers, strict=True):
         slots = layer.get_seq_length()

@@ -105,7 +105,9 @@ def test_heads_read_the_hidden_states_of_their_row(reference_model: Any, answere
     settings = {"policy": FixedDepth(4), "max_new_tokens": 12, "do_sample": False}
     assert many(reference_model, prompts, strategy, max_rows=3, **settings) == expected
     assert strategy.speculation.acceptance_rate > 0.1
-    assert all(len(step.passes) <= 6 for step in strategy.speculation.passes), "rows share the passes of the drafter"
+    assert all(len(step.tokens_per_pass) <= 6 for step in strategy.speculation.batch_steps), (
+        "rows share the passes of the drafter"
+    )
 
 
 class EndsAt(StoppingCriteria):
@@ -189,9 +191,9 @@ def test_rows_are_replaced_as_they_end_and_prompts_read_as_rows_become_free() ->
     first = next(completions)
     assert len(read) <= 4 and len(first.tokens) <= 20
     rest = list(completions)
-    assert len(rest) == 9 and all(step.batch <= 3 for step in strategy.speculation.passes)
+    assert len(rest) == 9 and all(step.batch <= 3 for step in strategy.speculation.batch_steps)
     steps = max(len(row) for row in strategy.speculation.rows)
-    assert len(strategy.speculation.passes) < 10 / 3 * steps + steps
+    assert len(strategy.speculation.batch_steps) < 10 / 3 * steps + steps
 
 
 def test_exception_and_early_exit_end_the_sessions_of_all_rows() -> None:
@@ -283,9 +285,9 @@ def test_policy_with_a_latency_model_sizes_drafts_for_all_rows() -> None:
     strategy = NgramCandidates()
     assert many(model, prompts, strategy, policy=GPU_LIKE, **GREEDY) == alone(model, prompts, **GREEDY)
     assert strategy.speculation.drafted > 0
-    assert max(step.batch * step.tokens_per_row for step in strategy.speculation.passes) <= 4 * 65
+    assert max(step.batch * step.tokens_per_row for step in strategy.speculation.batch_steps) <= 4 * 65
     many(model, prompts, strategy, policy=Schedule({1: 4, 2: 0}), **GREEDY)  # counts the other rows
-    assert not any(step.has_draft for step in strategy.speculation.passes if step.batch > 1)
+    assert not any(step.has_draft for step in strategy.speculation.batch_steps if step.batch > 1)
 
 
 def test_rows_pause_together_once_drafting_has_lost_time() -> None:
@@ -294,7 +296,7 @@ def test_rows_pause_together_once_drafting_has_lost_time() -> None:
     latency = LatencyModel.from_curves(CostCurve((1, 64), (1.0, 2.0), context=64, batch=4), draft_token=0.5)
     strategy = DraftModelCandidates(shared_draft(model, 9.0), policy=AdaptiveDepth(latency))
     assert many(model, prompts, strategy, **GREEDY) == alone(model, prompts, **GREEDY)
-    assert 0 < sum(step.has_draft for step in strategy.speculation.passes) <= 3
+    assert 0 < sum(step.has_draft for step in strategy.speculation.batch_steps) <= 3
 
 
 @pytest.mark.parametrize(

@@ -352,11 +352,11 @@ def test_eagle_row_that_joins_continues_its_own_prompt() -> None:
     text = torch.arange(3, 9)[None]
     features = features_of(bound, EAGLE.target(text, output_hidden_states=True).hidden_states)[0]
     first, second = (features[:4], [4, 5, 6, 7]), (features[4:5], [8])
-    alone = EagleDrafter(bound, None, 1).read(HeadText([second[0]], [second[1]], [True]))
+    alone = EagleDrafter(bound, None, 1).forward_text(HeadText([second[0]], [second[1]], [True]))
     drafter = EagleDrafter(bound, GivenFeatures(*second), 1)
-    drafter.read(HeadText([first[0]], [first[1]], [True]))
+    drafter.forward_text(HeadText([first[0]], [first[1]], [True]))
     drafter.keep_rows([0])
     drafter.append_rows(1)
     nothing = features[:0]
-    logits = drafter.read(HeadText([features[4:5], nothing], [[8], []], [True, True]))
+    logits = drafter.forward_text(HeadText([features[4:5], nothing], [[8], []], [True, True]))
     torch.testing.assert_close(logits[1], alone[0], atol=1e-4, rtol=1e-4)

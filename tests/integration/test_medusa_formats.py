@@ -40,7 +40,7 @@ def edit_config(folder: Path, **fields: Any) -> None:
 def logits_of(heads: Any, model: Any, hidden: torch.Tensor) -> torch.Tensor:
     """`[rows, heads, vocab]` logits of loaded heads on a target."""
     text = StateText(hidden, [0] * len(hidden), range(len(hidden)))
-    return MedusaDrafter(heads.bind(model), None, model).read_depths(text, heads.config.num_heads).logits[:, :, 0]
+    return MedusaDrafter(heads.bind(model), None, model).forward_depths(text, heads.config.num_heads).logits[:, :, 0]
 
 
 def states_of(heads: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -254,7 +254,7 @@ def test_hydra_logits_of_a_tree_are_those_of_each_nodes_path() -> None:
     model = tiny_model("llama")
     heads: Any = random_heads(model, own_outputs=True, **HYDRA)
     drafter, states, paths = MedusaDrafter(heads.bind(model), None, model), torch.randn(2, 64), [[[5]], [[7]]]
-    logits, nodes = drafter.read(StateText(states, [5, 7], [0, 1]))[:, None], 0
+    logits, nodes = drafter.forward_text(StateText(states, [5, 7], [0, 1]))[:, None], 0
     levels: list[Any] = [([[0, 0], [0, 0]], [[8, 9], [3, 4]]), ([[0, 1], [1, 0]], [[1, 2], [6, 2]]), None]
     for depth, level in enumerate(levels):
         for row, places in enumerate(paths):
@@ -266,7 +266,7 @@ def test_hydra_logits_of_a_tree_are_those_of_each_nodes_path() -> None:
             rows = [(before, zip(*pair, strict=True)) for before, *pair in zip(paths, *level, strict=True)]
             paths = [[[*before[at], token] for at, token in pairs] for before, pairs in rows]
             last = torch.tensor(level[1])
-            logits = drafter.expand(frontier_of(last, depth + 1, nodes, torch.tensor(level[0])))
+            logits = drafter.forward_nodes(frontier_of(last, depth + 1, nodes, torch.tensor(level[0])))
 
 
 def test_new_heads_return_the_state_of_the_target() -> None:

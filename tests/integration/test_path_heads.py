@@ -40,7 +40,7 @@ def level_by_level(drafter: Any, first: torch.Tensor, paths: list[list[int]]) ->
     for level in range(1, tokens.shape[1]):
         above = root if level == 1 else torch.arange(len(paths)).expand(batch, -1)
         last = tokens[:, level - 1].expand(batch, -1)
-        found.append(drafter.expand(frontier_of(last, level, level * len(paths), above)))
+        found.append(drafter.forward_nodes(frontier_of(last, level, level * len(paths), above)))
     return torch.stack(found, dim=2)
 
 
@@ -59,7 +59,7 @@ def test_path_drafter_has_the_logits_of_the_original_on_two_paths(name: str, lim
         drafter = PathDrafter(bound, None, 1)
         features, tokens = states_of(fixture, bound, fixture.text(prompt, 1))
         recorded = [fixture.drafted(prompt, 1, part) for part in ("greedy.", "second.")]
-        first = drafter.read(HeadText([features], [tokens], [True]))
+        first = drafter.forward_text(HeadText([features], [tokens], [True]))
         logits = level_by_level(drafter, first, [one.tokens for one in recorded])[0]
         for ours, one in zip(logits, recorded, strict=True):
             ours = ours if one.candidates is None else ours.gather(-1, one.candidates)
@@ -83,7 +83,7 @@ def test_layered_drafter_tree_has_the_logits_of_each_path_alone() -> None:
 
         def after(paths: list[list[int]], features: Any = features, tokens: Any = tokens) -> torch.Tensor:
             drafter = LayeredDrafter(bound, None, 1)
-            return level_by_level(drafter, drafter.read(HeadText([features], [tokens], [True])), paths)[0]
+            return level_by_level(drafter, drafter.forward_text(HeadText([features], [tokens], [True])), paths)[0]
 
         paths = [[token, 0] for token in (5, 17, 40)]
         for path, logits in zip(paths, after(paths), strict=True):
@@ -266,7 +266,7 @@ def test_lilicorr_has_the_scores_of_all_pairs_of_its_original() -> None:
     texts = [states_of(fixture, bound, fixture.text(prompt, 1)) for prompt in fixture.prompts]
     text = HeadText([features for features, _ in texts], [tokens for _, tokens in texts], [True, True])
     source: Any = None  # the text is given
-    scores, candidates = BlockDrafter(bound, source, 2).read_depths(text, 4)
+    scores, candidates = BlockDrafter(bound, source, 2).forward_depths(text, 4)
     for row, prompt in enumerate(fixture.prompts):
         recorded = {name: fixture.get(f"{prompt}.round1.selector.{name}")[0] for name in LATTICE}
         assert torch.equal(candidates[row], recorded["candidates"])
@@ -376,4 +376,4 @@ def test_path_head_counts_one_pass_of_its_block_per_draft() -> None:
     """Would catch: a pass counted for each depth of the draft, so that the policy takes the head for slow."""
     fixture = HEADS["domino_specforge"]
     statistics = assert_same_tokens(fixture.target, prompts(2), strategy(fixture, k=5, tree=8), max_new_tokens=8)
-    assert {tuple(step.passes) for step in statistics.passes if step.passes} <= {(8,), (16,)}
+    assert {tuple(step.tokens_per_pass) for step in statistics.batch_steps if step.tokens_per_pass} <= {(8,), (16,)}

@@ -36,7 +36,7 @@ def test_predictions_are_those_of_peft_over_the_cache_of_the_target(tmp_path: Pa
     drafts: list[Any] = []
 
     def record(session: Any) -> None:
-        read = session.drafter.read_depths
+        read = session.drafter.forward_depths
 
         def recorded(text: Any, depth: int) -> Any:
             noise = session.drafter._noise.clone_state()
@@ -47,7 +47,7 @@ def test_predictions_are_those_of_peft_over_the_cache_of_the_target(tmp_path: Pa
             drafts.append((known, tokens, predicted.logits[:, :, 0]))
             return predicted
 
-        session.drafter.read_depths = recorded
+        session.drafter.forward_depths = recorded
 
     candidates = with_sessions(UnoCandidates(tmp_path, k=4), record)
     model.generate(**prompts(2), max_new_tokens=8, candidate_generator=candidates, do_sample=False)

@@ -77,16 +77,16 @@ def test_eagle_training_equals_drafting(name: str, packed: bool) -> None:
         known, following = features[row, begin : begin + root + 1], text[1 : root + 2]
         if parallel:
             new = HeadText([known], [following], [True])
-            logits = EagleDrafter(bound, None, 1).read_depths(new, depth).logits[0, :, 0]
+            logits = EagleDrafter(bound, None, 1).forward_depths(new, depth).logits[0, :, 0]
             for step, state in enumerate(drafted):
                 torch.testing.assert_close(bound.target_logits(state[number]), logits[step], atol=1e-4, rtol=1e-4)
             continue
         drafter = EagleDrafter(bound, None, 1)
-        outputs = [drafter.read(HeadText([known], [following], [True]))[0]]
+        outputs = [drafter.forward_text(HeadText([known], [following], [True]))[0]]
         for step in range(1, depth):
             if root + 1 + step < len(text):
                 chain = frontier_of(torch.tensor([[text[root + 1 + step]]]), step, step)
-                outputs.append(drafter.expand(chain)[0, 0])
+                outputs.append(drafter.forward_nodes(chain)[0, 0])
         for step, expected in enumerate(outputs):
             torch.testing.assert_close(bound.logits(drafted[step][number]), expected, atol=1e-4, rtol=1e-4)
 
@@ -103,7 +103,7 @@ def test_block_training_equals_drafting(name: str, packed: bool) -> None:
     for number, (row, begin, text, root) in enumerate(conversations_of(batch)):
         drafter = BlockDrafter(bound, None, 1)
         new = HeadText([features[row, begin : begin + root + 1]], [text[1 : root + 2]], [True])
-        logits = drafter.read_depths(new, drafter.config.depth).logits[0, :, 0]
+        logits = drafter.forward_depths(new, drafter.config.depth).logits[0, :, 0]
         states = block[number, bound.head.config.first_proposing_position :]
         torch.testing.assert_close(bound.target_logits(states), logits, atol=1e-4, rtol=1e-4)
 

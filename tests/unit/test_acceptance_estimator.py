@@ -10,7 +10,7 @@ import torch
 
 from hf_specgen.candidates.acceptance_estimator import START, STATES, AcceptanceEstimator, DraftLevels
 from hf_specgen.candidates.growth import Growth
-from hf_specgen.candidates.tree_size import FastestSize
+from hf_specgen.candidates.tree_size import FastestTreeSizer
 from hf_specgen.depth import CostCurve, LatencyModel
 
 
@@ -28,7 +28,7 @@ def test_expected_tokens_agree_with_a_simulated_chain() -> None:
     """Would catch: powers of the transitions that are multiplied in the wrong order, or doubled once too often."""
     estimator = AcceptanceEstimator()
     for row in ([0.99, 0.99, 0.6, 0.3], [0.6, 0.9, 0.99], [0.3]):
-        estimator.observe(draft_of(row))
+        estimator.record_levels(draft_of(row))
     expected = estimator.expected([0.1, 0.6, 0.8, 0.9, 0.95, 0.99], 13)[0]
 
     def below(state: int, levels: int) -> float:
@@ -48,8 +48,8 @@ def test_levels_of_rows_that_ended_are_not_counted() -> None:
     """Would catch: the end of a short row taken for a doubtful token."""
     short, alone = AcceptanceEstimator(), AcceptanceEstimator()
     for _ in range(5):
-        short.observe(draft_of([0.99] * 6, [0.99] * 2))
-        alone.observe(draft_of([0.99] * 6))
+        short.record_levels(draft_of([0.99] * 6, [0.99] * 2))
+        alone.record_levels(draft_of([0.99] * 6))
     assert np.allclose(short.expected(0.99, 6), alone.expected(0.99, 6), atol=0.2)
     assert short.expected(0.99, 6)[0, -1] > 5
 
@@ -66,16 +66,16 @@ def test_drafts_go_as_far_as_a_run_of_certain_tokens(probability: float, least: 
     estimator = AcceptanceEstimator()
     depths = []
     for _ in range(4):
-        size = FastestSize(latency.at(1, 256), estimator=estimator)
+        sizer = FastestTreeSizer(latency.at(1, 256), estimator=estimator)
         growth = Growth([32], 2, torch.tensor([[3]]))
         add_level(growth, probability)
-        while (plan := size.next(growth, 32)) is not None:
-            assert plan.passes == 1
-            size.count(plan)
-            growth.expand(plan.width)
-            add_level(growth, probability, plan.width)
-        size.observe()
-        depths.append(size.nodes(growth))
+        while (plan := sizer.next(growth, 32)) is not None:
+            assert plan.num_passes == 1
+            sizer.record_passes(plan)
+            growth.expand(plan.expansion_width)
+            add_level(growth, probability, plan.expansion_width)
+        sizer.record_levels()
+        depths.append(sizer.num_verified(growth))
     assert least <= depths[-1] <= most
 
 

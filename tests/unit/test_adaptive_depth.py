@@ -43,7 +43,7 @@ def test_adaptive_depth_where_drafts_fail_tries_again_when_the_loss_is_made_up_f
 
 def test_adaptive_depth_after_a_faster_trial_drafts_again() -> None:
     """Would catch: a trial that has gained and is followed by a pause all the same."""
-    session = AdaptiveDepth(STEEP).start(depth_call(sizes_trees=True, negligible_cost=True))
+    session = AdaptiveDepth(STEEP).start(depth_call(adaptive_tree=True, negligible_draft_cost=True))
     run(session, 40, [0])
     session.latency = FLAT
     depths = [depth for (depth,) in run(session, 900, [5])]
@@ -52,7 +52,7 @@ def test_adaptive_depth_after_a_faster_trial_drafts_again() -> None:
 
 def test_adaptive_depth_empty_drafts_without_passes_are_not_counted() -> None:
     """Would catch: n-grams that are turned off by steps in which they have nothing to propose."""
-    session = AdaptiveDepth(FLAT).start(depth_call(sizes_trees=True))
+    session = AdaptiveDepth(FLAT).start(depth_call(adaptive_tree=True))
     for _ in range(50):
         assert session.depths([99]) == [16]
         session.observe(StepRecord([16], [RowStep(0, 0, 0, 1)], 1, {}, ()))
@@ -87,7 +87,7 @@ def test_adaptive_depth_requests_in_packed_steps_pause_together() -> None:
     """Would catch: a request that stops drafting after a rejection, for which all others then wait."""
     loss = DraftingLoss()
     policy = SharedDepth(AdaptiveDepth(STEEP), loss)
-    one, other = (policy.start(depth_call(sizes_trees=True, negligible_cost=False)) for _ in range(2))
+    one, other = (policy.start(depth_call(adaptive_tree=True, negligible_draft_cost=False)) for _ in range(2))
     assert all(depth for (depth,) in run(one, 20, [0]))
     loss.add(2 * MAX_LOSS)
     assert run(one, 1, [0]) == run(other, 1, [0]) == [[0]]
@@ -95,7 +95,7 @@ def test_adaptive_depth_requests_in_packed_steps_pause_together() -> None:
 
 def test_adaptive_depth_within_the_limits_of_each_row() -> None:
     """Would catch: a draft behind the end of a row, or the shortest row's limit for all."""
-    session = AdaptiveDepth(FLAT).start(depth_call(rows=3, sizes_trees=True))
+    session = AdaptiveDepth(FLAT).start(depth_call(rows=3, adaptive_tree=True))
     assert session.depths([5, 0, 99]) == [5, 0, 16]
 
 
@@ -108,12 +108,12 @@ def test_adaptive_depth_before_latencies_are_known_drafts_nothing() -> None:
 def test_adaptive_depth_remembers_the_speed_of_earlier_calls() -> None:
     """Would catch: each call that tries the slow drafter anew, or a given latency that is overruled by memory."""
     model = Model()
-    first = AdaptiveDepth().start(depth_call(model=model, negligible_cost=False))
+    first = AdaptiveDepth().start(depth_call(model=model, negligible_draft_cost=False))
     steep = STEEP.at(1, 100).target
     run(first, 60, [0], steep)
-    second = AdaptiveDepth().start(depth_call(model=model, negligible_cost=False))
+    second = AdaptiveDepth().start(depth_call(model=model, negligible_draft_cost=False))
     assert sum(depth > 0 for (depth,) in run(second, 50, [0], steep)) == 1, "drafting was slower in the first call"
-    given = AdaptiveDepth(FLAT).start(depth_call(model=model, negligible_cost=False))
+    given = AdaptiveDepth(FLAT).start(depth_call(model=model, negligible_draft_cost=False))
     assert given.depths([99]) != [0], "with a given latency equal calls make the same drafts"
     memory.clear()
 
@@ -122,7 +122,7 @@ def prompt_call(prompt: int, max_new_tokens: int, **changes: Any) -> Any:
     """A session for a drafter whose pass takes half the time of the target's, on a machine where tokens take time."""
     curve = CostCurve((1, 8, 64), (1.0, 2.0, 9.0), 256, 1)
     drafter = DraftLatency((1, 8, 64), (0.5, 1.0, 4.5))
-    call = depth_call(prompt=prompt, max_new_tokens=max_new_tokens, negligible_cost=False, sizes_trees=True)
+    call = depth_call(prompt=prompt, max_new_tokens=max_new_tokens, negligible_draft_cost=False, adaptive_tree=True)
     call = replace(call, drafting=replace(call.drafting, **changes))
     return AdaptiveDepth(LatencyModel((Bucket(curve, {"any": drafter}),))).start(call)
 
@@ -131,8 +131,8 @@ def test_adaptive_depth_short_answer_to_a_long_prompt_drafts_nothing() -> None:
     """Would catch: a draft model that processes a thousand tokens of prompt to save a few steps."""
     assert prompt_call(100, 1000).depths([99]) != [0]
     assert prompt_call(100, 40).depths([99]) == [0]
-    combined = prompt_call(100, 40, has_free_drafts=True)
-    assert combined.depths([99]) != [0] and not combined.affords_prefill(), "n-grams need no prefill"
+    combined = prompt_call(100, 40, has_negligible_cost_drafts=True)
+    assert combined.depths([99]) != [0] and not combined.prefill_is_short(), "n-grams need no prefill"
 
 
 def test_adaptive_depth_after_a_pause_counts_what_the_drafter_has_to_catch_up_on() -> None:

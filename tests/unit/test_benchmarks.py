@@ -61,7 +61,7 @@ def test_latency_of_a_strategy_is_that_of_its_drafter() -> None:
     """Would catch: n-grams with the latency of a network, or a drafter that was not measured taken for free."""
     kinds = {"layer_skip": DraftLatency(seconds=(0.5,))}
     profile = LatencyModel((Bucket(CURVE, kinds),))
-    assert latency_for(LayerSkipCandidates(2, k=1), profile).at(1, 9).drafter.draft([1, 1]) == 1.0
-    assert latency_for(NgramCandidates(k=1), profile).at(1, 9).drafter.draft([]) == 0.0
+    assert latency_for(LayerSkipCandidates(2, k=1), profile).at(1, 9).draft.draft_seconds([1, 1]) == 1.0
+    assert latency_for(NgramCandidates(k=1), profile).at(1, 9).draft.draft_seconds([]) == 0.0
     with pytest.raises(ValueError, match="no drafter 'draft_model'; it has"):
         latency_for(DraftModelCandidates("folder", k=1), profile)

@@ -31,7 +31,7 @@ def test_key_that_is_not_known_raises_in_every_format_and_place(name: str, tmp_p
         if name == "speculators_mtp_qwen3":
             load_mtp(FIXTURES[name].target, str(path.parent))
         elif is_model:
-            ParallelDraft.of(AutoModelForCausalLM.from_pretrained(path.parent))
+            ParallelDraft.from_model(AutoModelForCausalLM.from_pretrained(path.parent))
         else:
             load_head(path.parent)
 

@@ -33,7 +33,7 @@ MODEL = LatencyModel(
 def test_model_survives_a_file(tmp_path: Path) -> None:
     """Would catch: a field that is not written, or read as another type."""
     MODEL.save(tmp_path / "latency.json")
-    assert LatencyModel.load(tmp_path / "latency.json").select("draft_model") == MODEL
+    assert LatencyModel.load(tmp_path / "latency.json").for_drafter("draft_model") == MODEL
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 1000, 5000])
@@ -44,7 +44,7 @@ def test_model_times_are_positive_and_do_not_fall_beyond_the_last_point(rows: in
     last = step.target.queries[-1] * step.target.batch
     beyond = [step.target.seconds_of(size) for size in (last, last + tokens, last + 2.0 * tokens)]
     assert step.target.seconds_of(tokens) > 0 and beyond == sorted(beyond)
-    assert step.drafter.draft([1, tokens]) >= step.drafter.overhead
+    assert step.draft.draft_seconds([1, tokens]) >= step.draft.overhead
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,9 @@ def test_selecting_a_drafter_that_the_profile_lacks_raises() -> None:
     """Would catch: another drafter's latencies taken instead, or a drafter without cost refused."""
     model = LatencyModel.load(GPU_LIKE)
     with pytest.raises(ValueError, match=r"no drafter 'crystal_ball'; it has .*'draft_model'"):
-        model.select("crystal_ball")
-    free = model.select("crystal_ball", negligible_draft_cost=True).at(1, 1).drafter
-    assert free.draft([1, 1, 1]) == 0.0
+        model.for_drafter("crystal_ball")
+    free = model.for_drafter("crystal_ball", negligible_draft_cost=True).at(1, 1).draft
+    assert free.draft_seconds([1, 1, 1]) == 0.0
 
 
 CURVE = {"queries": [1, 2], "seconds": [1.0, 1.5], "context": 1, "batch": 1}
@@ -130,9 +130,9 @@ def test_shared_latency_is_the_part_of_one_row() -> None:
     other = CostCurve((1, 64), (9.0, 9.0), context=256, batch=64)
     model = LatencyModel.from_curves(curve, other, draft_token=0.1)
     for drafts_together, seconds in ((False, 0.1), (True, 0.025)):
-        shared = model.at(4, 100).part_of_row(4, drafts_together)
+        shared = model.at(4, 100).per_row(4, drafts_together)
         assert [shared.target(q) for q in (1, 8)] == pytest.approx([curve(4) / 4, curve(32) / 4])
-        assert shared.drafter.draft([1]) == pytest.approx(seconds)
+        assert shared.draft.draft_seconds([1]) == pytest.approx(seconds)
 
 
 # Measuring T(q) and the cost of a drafter's pass: within the budget, once per model, rolled back
@@ -207,7 +207,7 @@ def test_time_of_threads_that_stands_still_is_not_used(monkeypatch: pytest.Monke
 def test_drafter_timer_with_a_clock_that_goes_backwards_takes_no_time_below_zero() -> None:
     """Would catch: seconds below 0, of which no curve can be made, so that the call raises."""
     timer = calibrate.DrafterTimer(
-        depth_call(model=Model(), negligible_cost=False), CostCurve((1, 8), (1.0, 1.0), 8, 1)
+        depth_call(model=Model(), negligible_draft_cost=False), CostCurve((1, 8), (1.0, 1.0), 8, 1)
     )
     for _ in range(5):
         clock = StepTimer()
@@ -257,20 +257,20 @@ def draft_record(seconds: float, load: float = 1.0, passes: tuple[int, ...] = (1
 def test_drafter_timer_takes_the_median_without_the_first_draft() -> None:
     """Would catch: the drafter's prefill, or one delayed draft, taken for the time of every draft."""
     curve = CostCurve((1, 4), (1.0, 2.0), 256, 1)
-    call = depth_call(model=Model(), negligible_cost=False)
+    call = depth_call(model=Model(), negligible_draft_cost=False)
     timer = calibrate.DrafterTimer(call, curve)
     assert timer.fraction == 0.3
     fractions = (9.0, 0.2, 0.3, 0.9, 0.3, 0.5)
     known = [timer.observe(draft_record(3.0 * value, load)) for load, value in enumerate(fractions, start=1)]
     assert known == [False, False, False, False, True, False]
     assert timer.fraction == pytest.approx(0.3)
-    assert timer.latency().at(1, 100).drafter.draft((1, 4)) == pytest.approx(0.9)
+    assert timer.latency().at(1, 100).draft.draft_seconds((1, 4)) == pytest.approx(0.9)
     assert calibrate.DrafterTimer(call, curve).fraction == pytest.approx(0.3), "kept for later calls"
 
 
 def test_drafter_timer_of_an_accelerator_leaves_out_captures() -> None:
     """Some drafts capture graphs; until 16 are known, the fastest one so far counts if it is less than assumed."""
-    curve, call = CostCurve((1, 4), (1.0, 2.0), 256, 1), depth_call(model=Model(), negligible_cost=False)
+    curve, call = CostCurve((1, 4), (1.0, 2.0), 256, 1), depth_call(model=Model(), negligible_draft_cost=False)
     timer = calibrate.DrafterTimer(call, curve)
     timer._is_cpu = False
     assert not timer.observe(draft_record(0.1)) and timer.fraction == 0.3
@@ -300,9 +300,9 @@ def test_drafter_timer_without_passes_takes_the_time_of_a_draft() -> None:
     """Would catch: n-grams that propose nothing, whose search takes a tenth of every step and counts as free."""
     call, curve = depth_call(model=Model()), CostCurve((1, 4), (1.0, 2.0), 256, 1)
     timer = calibrate.DrafterTimer(call, curve)
-    assert timer.latency().at(1, 100).drafter.draft(()) == 0.0 and not timer.observe(draft_record(1.0))
+    assert timer.latency().at(1, 100).draft.draft_seconds(()) == 0.0 and not timer.observe(draft_record(1.0))
     assert [timer.observe(draft_record(0.1, passes=())) for _ in range(5)][-1]
-    assert timer.latency().at(1, 100).drafter.draft(()) == pytest.approx(0.1)
+    assert timer.latency().at(1, 100).draft.draft_seconds(()) == pytest.approx(0.1)
     session = AdaptiveDepth().start(call)
     session._use(curve)
     for _ in range(99):

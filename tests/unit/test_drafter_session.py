@@ -20,7 +20,7 @@ class LastTokens(NamedTuple):
 
     tokens: torch.Tensor
     depths: Sequence[int]
-    passes: list[int]
+    tokens_per_pass: list[int]
 
 
 class Successors(Drafter[LastTokens]):
@@ -34,10 +34,10 @@ class Successors(Drafter[LastTokens]):
         tokens = torch.tensor(self._state.pending())
         return LastTokens(tokens, max_depths, [len(tokens)]) if any(max_depths) else None
 
-    def read(self, text: LastTokens) -> torch.Tensor:
+    def forward_text(self, text: LastTokens) -> torch.Tensor:
         return self._logits(text.tokens)
 
-    def expand(self, frontier: Frontier) -> torch.Tensor:
+    def forward_nodes(self, frontier: Frontier) -> torch.Tensor:
         return self._logits(frontier.tokens)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
@@ -63,7 +63,7 @@ def test_drafter_session_drafts_a_chain_with_a_pass_a_level(depths: list[int]) -
     assert [
         tokens[: len(parents)] for tokens, parents in zip(tree.token_lists(), tree.parents, strict=True)
     ] == expected
-    assert list(session.passes) == [2, *[sum(depth > 0 for depth in depths)] * 2]
+    assert list(session.tokens_per_pass) == [2, *[sum(depth > 0 for depth in depths)] * 2]
 
 
 def test_drafter_session_commits_accepted_nodes_by_the_order_of_their_expansion() -> None:

@@ -51,7 +51,7 @@ def test_masks_agree_with_the_reference(kind: str, step: tuple, size: int) -> No
     mask = {"full": full_mask, "window": sliding_mask, "chunk": chunked_mask}[kind]
     limits = {} if kind == "full" else {kind: size}
     slow = [
-        reference.row_mask(length, tree, fast.width, visible and visible[row], **limits)
+        reference.row_mask(length, tree, fast.num_slots, visible and visible[row], **limits)
         for row, (length, tree) in enumerate(zip(lengths, parents, strict=True))
     ]
     assert mask(fast, *limits.values())[:, 0].int().tolist() == slow
@@ -163,7 +163,7 @@ def test_grow_level_by_level_equals_each_path_alone(model: torch.nn.Module, widt
     """Would catch: nodes at wrong positions, a mask that shows siblings, a level written over another one."""
     target, ids, mask = prefilled(model)
     for level, frontier in enumerate(frontiers(width)):
-        logits = target.grow(frontier)
+        logits = target.extend_tree(frontier)
         for row, (tokens, parents) in enumerate(TREES):
             text = ids[row][mask[row].bool()]
             for column in range(width):
@@ -180,7 +180,7 @@ def test_grow_then_commit_keeps_a_path_per_row(model: torch.nn.Module) -> None:
     """Would catch: rejected nodes left in the cache, or accepted nodes computed again."""
     target, ids, mask = prefilled(model)
     for frontier in frontiers(2):
-        target.grow(frontier)
+        target.extend_tree(frontier)
     paths = [[1, 3], [0]]
     target.commit(paths)
     logits = target.forward(DraftTree.empty(2), [20, 21])[:, -1]

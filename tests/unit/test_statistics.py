@@ -114,13 +114,13 @@ def test_target_passes_match_the_tokens_read_by_the_target(rows: int) -> None:
     with recorded_inputs(model) as sizes:
         speculate(model, candidates)  # the self-check of the model, which has a hook now, runs in its first call
         sizes.clear()
-        passes = speculate(model, candidates, rows, eos_token_id=None).passes
-    decoding = passes[-len(sizes) + 1 :]  # the first pass reads the prompt
+        steps = speculate(model, candidates, rows, eos_token_id=None).batch_steps
+    decoding = steps[-len(sizes) + 1 :]  # the first pass reads the prompt
     if rows == 1:
         assert [step.tokens_per_row for step in decoding] == sizes[1:]
     assert all(step.batch * step.tokens_per_row <= size for step, size in zip(decoding, sizes[1:], strict=True))
-    assert all(not step.passes for step in passes)
-    assert candidates.speculation is not None and len(passes) == max(map(len, candidates.speculation.rows))
+    assert all(not step.tokens_per_pass for step in steps)
+    assert candidates.speculation is not None and len(steps) == max(map(len, candidates.speculation.rows))
 
 
 def test_draft_model_passes_match_the_tokens_read_by_the_draft() -> None:
@@ -130,7 +130,7 @@ def test_draft_model_passes_match_the_tokens_read_by_the_draft() -> None:
     with recorded_inputs(draft) as sizes:
         speculate(model, candidates)
         sizes.clear()
-        reported = [tokens for step in speculate(model, candidates).passes for tokens in step.passes]
+        reported = [tokens for step in speculate(model, candidates).batch_steps for tokens in step.tokens_per_pass]
     assert reported == sizes[1:], "all passes but the one that reads the prompt"
     assert sizes[0] == 12 and max(reported) <= 2, "each token is read once"
 
@@ -139,7 +139,7 @@ def test_layer_skip_passes_count_the_early_passes() -> None:
     """Would catch: the target's pass counted for the drafter, or one pass for a whole draft."""
     statistics = speculate(tiny_model("llama"), LayerSkipCandidates(exit_layer=1, k=2))
     steps = statistics.rows[0]
-    assert [len(step.passes) for step in statistics.passes[1:]] == [step.depth for step in steps[1:]]
+    assert [len(step.tokens_per_pass) for step in statistics.batch_steps[1:]] == [step.depth for step in steps[1:]]
 
 
 def test_plain_step_has_no_drafter_passes() -> None:
@@ -148,4 +148,4 @@ def test_plain_step_has_no_drafter_passes() -> None:
     statistics = speculate(tiny_model("llama"), candidates)
     drafted = [step.drafted for step in statistics.rows[0]]
     assert 0 in drafted and max(drafted) > 0
-    assert [not step.has_draft for step in statistics.passes] == [count == 0 for count in drafted]
+    assert [not step.has_draft for step in statistics.batch_steps] == [count == 0 for count in drafted]

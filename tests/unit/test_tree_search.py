@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY, MIN_PROBABILITY, confidence_by_rank
 from hf_specgen.candidates.acceptance_estimator import AcceptanceEstimator
 from hf_specgen.candidates.best_first import SearchLimits, best_first
-from hf_specgen.candidates.captured_levels import Proposals
-from hf_specgen.candidates.growth import LEVELS_PER_READ, Growth
+from hf_specgen.candidates.captured_levels import CandidateProposer
+from hf_specgen.candidates.growth import LEVELS_PER_SYNC, Growth
 from hf_specgen.candidates.one_pass import Ranked, best_combinations
-from hf_specgen.candidates.tree_size import FastestSize, FixedSize, TreeSize
+from hf_specgen.candidates.tree_size import FastestTreeSizer, FixedTreeSizer, TreeSizer
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.device_tree import DeviceTree, Frontier
-from hf_specgen.targets.cache import padded_width
+from hf_specgen.targets.cache import padded_tokens
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import perturbed
 from hf_specgen.verification.processors import ScoreProcessors
@@ -55,7 +55,7 @@ def test_best_combinations_any_size_has_the_highest_expected_length(acceptance: 
     acceptance = [descending(values[:ranks]) for values in acceptance]
     values = np.array(acceptance)[:, None]
     ranked = Ranked(np.arange(values.size).reshape(values.shape), values, np.zeros(values.shape, dtype=int))
-    tree = best_combinations(ranked, len(acceptance), FixedSize(size))
+    tree = best_combinations(ranked, len(acceptance), FixedTreeSizer(size))
     assert sum(tree.probability) == pytest.approx(best_expected_length(acceptance, size), rel=1e-6)
 
 
@@ -184,7 +184,7 @@ def _check_structure(tree: DeviceTree) -> None:
         assert torch.equal(tree.structure().ancestors[row, block, block], host.ancestors[row, block, block])
 
 
-def _grown(growth: Growth, size: TreeSize, chances: list[float], passes: list[int] | None = None) -> Growth:
+def _grown(growth: Growth, sizer: TreeSizer, chances: list[float], passes: list[int] | None = None) -> Growth:
     """Grow a tree whose nodes all have children with these probabilities."""
 
     def add(width: int) -> None:
@@ -193,9 +193,9 @@ def _grown(growth: Growth, size: TreeSize, chances: list[float], passes: list[in
         growth.add(torch.arange(len(chances)).expand(shape), log_acceptance)
 
     add(1)
-    while (plan := size.next(growth, max(growth.max_depths))) is not None:
-        size.count(plan)
-        for width in [plan.width] * plan.passes:
+    while (plan := sizer.next(growth, max(growth.max_depths))) is not None:
+        sizer.record_passes(plan)
+        for width in [plan.expansion_width] * plan.num_passes:
             growth.expand(width)
             add(width)
             if passes is not None:
@@ -211,13 +211,13 @@ def curve(draft_token: float, slope: float) -> LatencyModel:
 def test_fastest_size_no_other_number_of_nodes_is_faster(slope: float, draft_token: float) -> None:
     """Would catch: a tree sized without regard to what a node costs."""
     latency, passes = curve(draft_token, slope).at(1, 100), list[int]()
-    size = FastestSize(latency)
-    growth = _grown(new_growth([6], 4), size, [0.5, 0.2, 0.1, 0.05], passes)
-    spent = latency.drafter.draft([1, *passes])
-    probability = growth.read().probability[0, :64]
+    sizer = FastestTreeSizer(latency)
+    growth = _grown(new_growth([6], 4), sizer, [0.5, 0.2, 0.1, 0.05], passes)
+    spent = latency.draft.draft_seconds([1, *passes])
+    probability = growth.to_host().probability[0, :64]
     tokens = [1 + probability[:count].sum() for count in range(len(probability) + 1)]
     rates = [one / (latency.target.seconds_of(1.0 + count) + spent) for count, one in enumerate(tokens)]
-    assert size.nodes(growth) == int(np.argmax(rates))
+    assert sizer.num_verified(growth) == int(np.argmax(rates))
 
 
 @pytest.mark.parametrize("probability", [[[0.9, 0.5, 0.2, 0.1]], [[0.6, 0.1], [], [0.9, 0.8, 0.7, 0.02]], [[]]])
@@ -235,11 +235,11 @@ def test_fastest_size_of_grown_trees_no_other_number_of_nodes_is_faster(
     rates = []
     for count in range(max(map(len, probability)) + 1):
         tokens = len(probability) + sum(sum(row[:count]) for row in probability)
-        width = padded_width(1 + count) if is_padded else 1 + count
+        width = padded_tokens(1 + count) if is_padded else 1 + count
         rows = max(len(probability), pass_rows)
         rates.append(tokens / (latency.target.seconds_of(float(rows * width)) + drafting))
-    size = FastestSize(latency, len(probability), pass_rows, is_padded=is_padded)
-    count = size.best_size(probability, drafting)
+    sizer = FastestTreeSizer(latency, len(probability), pass_rows, is_padded=is_padded)
+    count = sizer.num_verified_of(probability, drafting)
     assert count == int(np.argmax(rates))
 
 
@@ -247,9 +247,9 @@ def test_fastest_size_certain_text_grows_deep_and_uncertain_text_wide() -> None:
     """Would catch: one size for all texts. Long certain chains stay thin, uncertain text gets short and wide."""
     depths, widths = [], []
     for first in (0.97, 0.3):
-        size = FastestSize(curve(0.05, 0.002).at(1, 100))
-        growth = _grown(new_growth([16], 4), size, [first, *[(1 - first) / 4] * 3])
-        tree = growth.best(size.nodes(growth))
+        sizer = FastestTreeSizer(curve(0.05, 0.002).at(1, 100))
+        growth = _grown(new_growth([16], 4), sizer, [first, *[(1 - first) / 4] * 3])
+        tree = growth.best(sizer.num_verified(growth))
         depths.append(max(tree.depths(0)))
         widths.append(tree.nodes / depths[-1])
     assert depths[0] > depths[1] + 3
@@ -277,11 +277,11 @@ def test_fastest_size_on_an_accelerator_reads_rarely(monkeypatch: Any, is_cpu: b
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: (read.append(tensor), to_host(tensor))[1])
     monkeypatch.setattr(torch.Tensor, "is_cpu", is_cpu)
     growth = new_growth([16], 4)
-    size = FastestSize(curve(0.02, 0.002).at(1, 100))
-    _grown(growth, size, [0.97, 0.01, 0.01, 0.01], passes)
-    size.nodes(growth)
+    sizer = FastestTreeSizer(curve(0.02, 0.002).at(1, 100))
+    _grown(growth, sizer, [0.97, 0.01, 0.01, 0.01], passes)
+    sizer.num_verified(growth)
     assert len(passes) == 15 and len(read) == reads
-    assert is_cpu or max(passes[: LEVELS_PER_READ - 1]) == 4, "all children, where nothing was read"
+    assert is_cpu or max(passes[: LEVELS_PER_SYNC - 1]) == 4, "all children, where nothing was read"
 
 
 @pytest.mark.parametrize("draft_token", [0.02, 0.25, 0.5, 0.7])
@@ -291,32 +291,32 @@ def test_fastest_size_passes_before_the_first_read_are_the_fastest_number(monkey
     Before any draft, a level's tokens are assumed as in `AcceptanceEstimator`; more than two passes are all.
     """
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
-    tokens = [1 + float(accepted) for accepted in AcceptanceEstimator().expected_of_draft(1 + LEVELS_PER_READ)]
-    seconds = [1 + 0.05 * (1 + passes) + draft_token * (1 + passes) for passes in range(1 + LEVELS_PER_READ)]
+    tokens = [1 + float(accepted) for accepted in AcceptanceEstimator().expected_of_draft(1 + LEVELS_PER_SYNC)]
+    seconds = [1 + 0.05 * (1 + passes) + draft_token * (1 + passes) for passes in range(1 + LEVELS_PER_SYNC)]
     best = int(np.argmax(np.array(tokens) / seconds))
-    plan = FastestSize(curve(draft_token, 0.05).at(1, 100)).first(new_growth([16], 4), 16)
-    assert (0 if plan is None else plan.passes) == (LEVELS_PER_READ if best > 2 else best)
+    plan = FastestTreeSizer(curve(draft_token, 0.05).at(1, 100)).first(new_growth([16], 4), 16)
+    assert (0 if plan is None else plan.num_passes) == (LEVELS_PER_SYNC if best > 2 else best)
 
 
-@pytest.mark.parametrize(("is_cpu", "count"), [(True, 1), (False, LEVELS_PER_READ - 1)])
+@pytest.mark.parametrize(("is_cpu", "count"), [(True, 1), (False, LEVELS_PER_SYNC - 1)])
 def test_fixed_size_reads_after_some_levels_and_stops_when_no_better_node_can_come(
     monkeypatch: Any, is_cpu: bool, count: int
 ) -> None:
     """Would catch: passes of the drafter that cannot change the tree."""
     monkeypatch.setattr(torch.Tensor, "is_cpu", is_cpu)
     passes: list[int] = []
-    _grown(new_growth([64], 3), FixedSize(4), [0.3, 0.2, 0.1], passes)
+    _grown(new_growth([64], 3), FixedTreeSizer(4), [0.3, 0.2, 0.1], passes)
     assert len(passes) == count
     passes.clear()
-    _grown(new_growth([3], 3), FixedSize(40), [0.5, 0.3, 0.1], passes)
+    _grown(new_growth([3], 3), FixedTreeSizer(40), [0.5, 0.3, 0.1], passes)
     assert len(passes) == 2, "as deep as the draft may be"
     chain = new_growth([9], 1)
-    assert FixedSize(children=1).nodes(chain) == 9
+    assert FixedTreeSizer(children=1).num_verified(chain) == 9
 
 
 def test_chains_of_rows_with_different_limits_are_cut_to_them() -> None:
     """Would catch: a token beyond the depth of its row, whose position the model may not have."""
-    growth = _grown(new_growth([3, 0, 1], 1), FixedSize(children=1), [0.5])
+    growth = _grown(new_growth([3, 0, 1], 1), FixedTreeSizer(children=1), [0.5])
     tree, source = growth.best_with_expanded(3, expanded_first=False)
     assert tree.is_chain and tree.parents == ((-1, 0, 1), (), (-1,)) and source.tolist() == [[0, 1, 2]] * 3
     assert tree.token_lists() == [[0, 0, 0], [-1, -1, -1], [0, -1, -1]], "-1 is never the token of the target"
@@ -327,7 +327,7 @@ def test_chains_of_rows_with_different_limits_are_cut_to_them() -> None:
 @pytest.mark.parametrize(("children", "expanded_first"), [(1, False), (3, False), (3, True)])
 def test_padded_tree_has_the_same_nodes_and_tokens_that_a_model_has(children: int, expanded_first: bool) -> None:
     """Would catch: padding that is no token, which the target cannot embed; padding that counts as nodes."""
-    growth = _grown(new_growth([2], children), FixedSize(4, children), [0.5, 0.3, 0.1][:children])
+    growth = _grown(new_growth([2], children), FixedTreeSizer(4, children), [0.5, 0.3, 0.1][:children])
     tree = growth.best_with_expanded(4, expanded_first)[0] if expanded_first else growth.best(4)
     padded = tree.padded(9)
     inputs = padded.step_tokens([3], torch.device("cpu"))
@@ -368,7 +368,7 @@ def test_proposals_of_a_draft_vocabulary_are_those_of_the_whole_one(is_sampled: 
         confidence = confidence_by_rank(whole.softmax(dim=-1).amax(dim=-1), 4)
     expected = confidence.clamp(MIN_PROBABILITY, MAX_PROBABILITY).log() - 1e-4 * torch.arange(4) * wants_q
 
-    propose = Proposals(4, vocab, 0.1, ScoreProcessors.of([]), ids, wants_q)
+    propose = CandidateProposer(4, vocab, 0.1, ScoreProcessors.of([]), ids, wants_q)
     tokens, acceptance, expandable, q = propose(propose.scores(logits), perturbed(logits, noise[..., ids]))
     assert torch.equal(tokens, best.indices) and expandable is not None
     torch.testing.assert_close(acceptance, expected)
