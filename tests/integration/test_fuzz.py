@@ -21,10 +21,11 @@ from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.row_layout import RowLayout
 from hf_specgen.verification import base as verification
 from hf_specgen.verification.coupled import NoiseBuffer
+from hf_specgen.verification.processors import LogitsPipeline
 from tests.fuzz import models
 from tests.fuzz.__main__ import Report, main, run_safely, shrink
 from tests.fuzz.cases import COMBINED, ENTRIES, STRATEGIES, Case, draw
-from tests.fuzz.situations import CACHE_USES, DRAFTER_FAULTS, INTERVENTIONS
+from tests.fuzz.situations import CACHE_USES, DRAFTER_FAULTS, INTERVENTIONS, single_situation
 
 # Faults in the package itself that the random tester must find: `MUTATIONS`
 
@@ -223,6 +224,34 @@ def test_random_cases_with_a_mutation_fail(mutation: str) -> None:
         if outcome.status == "different":
             return
     pytest.fail(f"{MAX_CASES_PER_MUTATION} cases do not show it: {mutation}")
+
+
+WITHOUT_A_TOKEN = Case(
+    **{"seed": 674917, "architecture": "gemma", "lengths": (9,), "pad_in_prompt": True, "do_sample": True},
+    **{"temperature": 0.3, "verification": "rejection", "options": ("suppress", "allowed_tokens")},
+)
+"""Plain `generate` writes a text after which all allowed tokens are suppressed, and speculation another one."""
+
+
+def test_run_sample_after_which_a_token_is_possible_is_no_difference() -> None:
+    """Would catch: an error of plain `generate` that is expected after another sample, where no token is missing."""
+    outcome = run_safely(WITHOUT_A_TOKEN)
+    assert outcome.status == "same", outcome.differences
+
+
+def test_run_sample_with_an_impossible_token_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a text with suppressed tokens that is accepted, since it is no text of plain `generate`."""
+    column = LogitsPipeline.column
+    monkeypatch.setattr(LogitsPipeline, "column", lambda *arguments: column(*arguments).clamp(min=-1e4))
+    outcome = run_safely(replace(WITHOUT_A_TOKEN, max_new_tokens=20))
+    assert [difference.kind for difference in outcome.differences] == ["impossible token"]
+
+
+@pytest.mark.parametrize("where", ["later", "all"])
+def test_draw_prompt_of_one_token_begins_a_text(where: str) -> None:
+    """Would catch: a hook that counts the passes of all calls, so that plain `generate` does not repeat its scores."""
+    case = single_situation(Case(lengths=(1, 3), prefill_chunk_size=1, intervention=f"forward {where}"))
+    assert (case.lengths, case.prefill_chunk_size) == (((2, 3), None) if where == "later" else ((1, 3), 1))
 
 
 def test_draw_has_every_strategy_entry_point_and_situation() -> None:
