@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_specgen import compat
+from hf_specgen import compat, random_state
 from hf_specgen.candidates.base import Depth, DraftSession, PretrainedCandidates, Tree, vocabulary_size
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_heads import BoundModules
@@ -128,7 +128,8 @@ def _check_layers(model: PreTrainedModel, matrices: Matrices, rows: int) -> None
     def note(layer: nn.Module, inputs: tuple[torch.Tensor, ...], kwargs: Any) -> None:
         read[layer] = inputs[0].shape[:-1].numel()
 
-    with thread_hooks(matrices, before=note):
+    # A model in training mode draws random numbers, before it is refused.
+    with random_state.kept(compat.input_device(model)), thread_hooks(matrices, before=note):
         # The last pass of plain decoding is over one token of each row.
         input_ids, config, arguments = short_text(model, rows, is_padded=False)
         cache = DynamicCache(config=model.config.get_text_config())

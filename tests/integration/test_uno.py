@@ -178,6 +178,16 @@ def test_something_for_each_row_same_tokens(tmp_path: Path) -> None:
     assert assert_same_tokens(model, prompts(3), candidates, max_new_tokens=12).accepted > 0
 
 
+def test_refusal_in_training_mode_leaves_the_random_state(tmp_path: Path) -> None:
+    """Would catch: dropout in the check of the layers, after which an attached model samples another text."""
+    model = fresh_model("llama", attention_dropout=0.5).train()
+    candidates = UnoCandidates(write_lora(model, tmp_path), k=4)
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="training mode"):
+        model.generate(**prompts(1), max_new_tokens=4, candidate_generator=candidates)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 REFUSED: list[tuple[str, tuple[str, ...], dict[str, Any], str]] = [
     ("llama", ("q_proj",), {"use_dora": True}, "use_dora=True is not supported"),
     ("llama", ("q_proj",), {"r": 3}, "does not fit adapter_config.json and the target"),
