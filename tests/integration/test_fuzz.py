@@ -39,6 +39,7 @@ from_dynamic = RaggedCache.from_dynamic
 prefix = GenerationState.prefix
 append = GenerationState.append
 run_early = EarlyExitTarget.run_early
+column_scores = LogitsPipeline.column
 of_call = GenerationState.of_call.__func__  # type: ignore[attr-defined]
 
 
@@ -130,6 +131,10 @@ def _values_with_nan(self: Any, ids: Any) -> torch.Tensor:
     return values.masked_fill(values == NO_NODE, torch.nan)
 
 
+def _finite_scores(self: Any, *arguments: Any) -> torch.Tensor:
+    return column_scores(self, *arguments).clamp(min=-1e4)
+
+
 _PLACES: dict[str, tuple[Any, str, Any]] = {
     "accept one token too many": (verification, "accepted_path", _accept_one_too_many),
     "position off by one": (RowLayout, "positions", _positions_off_by_one),
@@ -139,6 +144,7 @@ _PLACES: dict[str, tuple[Any, str, Any]] = {
     "rejected tokens stay in the cache": (RaggedCache, "keep_accepted", _keep_rejected_tokens),
     "accepted nodes not moved": (RaggedLayer, "move", lambda self, rows, source, destination: None),
     "processors see a prefix off by one": (GenerationState, "prefix", _prefix_one_column_short),
+    "suppressed tokens are possible": (LogitsPipeline, "column", _finite_scores),
     "end tokens are passed over": (GenerationState, "of_call", classmethod(_without_end_tokens)),
     "scores of another token": (verification, "_along", _scores_of_the_last_token),
     "model not restored after an exception": (EarlyExitTarget, "run_early", _layers_stay_replaced),
@@ -176,6 +182,8 @@ STEERED: dict[str, Any] = {
 # What a mutation needs to show, where cases drawn at random seldom have it.
 NEEDED: dict[str, dict[str, Any]] = {
     "accept one token too many": {"strategy": "oracle", "verification": "exact", "accuracy": 0.5},
+    "suppressed tokens are possible": SAMPLED
+    | {"verification": "rejection", "options": ("suppress", "allowed_tokens")},
     "noise of the next step": SAMPLED | {"verification": "exact"},
     "position off by one": {"architecture": "llama", "strategy": "oracle", "accuracy": 0.9},
     "noise of the first row": SAMPLED | {"verification": "exact", "lengths": (3, 5)},
@@ -239,11 +247,10 @@ def test_run_sample_after_which_a_token_is_possible_is_no_difference() -> None:
     assert outcome.status == "same", outcome.differences
 
 
-def test_run_sample_with_an_impossible_token_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_sample_with_an_impossible_token_is_a_difference() -> None:
     """Would catch: a text with suppressed tokens that is accepted, since it is no text of plain `generate`."""
-    column = LogitsPipeline.column
-    monkeypatch.setattr(LogitsPipeline, "column", lambda *arguments: column(*arguments).clamp(min=-1e4))
-    outcome = run_safely(replace(WITHOUT_A_TOKEN, max_new_tokens=20))
+    with MUTATIONS["suppressed tokens are possible"]():
+        outcome = run_safely(replace(WITHOUT_A_TOKEN, max_new_tokens=20))
     assert [difference.kind for difference in outcome.differences] == ["impossible token"]
 
 
