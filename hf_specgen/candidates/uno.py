@@ -12,9 +12,8 @@ Source: Uno (2026), as implemented by SGLang (https://github.com/sgl-project/sgl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from hf_specgen.drafter import DepthLogits, Drafter
 from hf_specgen.heads.checkpoint import load_adapter
 from hf_specgen.heads.head_text import HeadText
 from hf_specgen.heads.source import Source
+from hf_specgen.targets.fingerprint import computation
 from hf_specgen.targets.hooks import thread_hooks, treats_rows_alike
 from hf_specgen.targets.model_parts import keeps_state
 from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
@@ -90,18 +90,19 @@ class UnoCandidates(PretrainedCandidates):
         return self._adapters.on(model, lambda: _Adapter(_load(model, str(self.drafter))))
 
 
-@dataclass
 class _Adapter:
-    """The matrices of an adapter, and whether the layers of its target have been checked."""
+    """The matrices of an adapter, and for which states of the target its layers have been checked."""
 
-    matrices: Matrices
-    is_checked: bool = False
+    def __init__(self, matrices: Matrices):
+        self.matrices = matrices
+        self._checked: tuple[Hashable, ...] | None = None
 
     def check_layers(self, model: PreTrainedModel, rows: int) -> None:
-        """Raise, at the first time, if a layer cannot draft; a model may hold something for each of so many rows."""
-        if not self.is_checked:
+        """Raise if a layer cannot draft; a model with hooks is checked for its present ones and so many rows."""
+        state: tuple[Hashable, ...] = () if treats_rows_alike(model) else (rows, *computation(model))
+        if self._checked != state:
             _check_layers(model, self.matrices, rows)
-            self.is_checked = True
+            self._checked = state
 
 
 def _load(model: PreTrainedModel, adapter: str) -> Matrices:

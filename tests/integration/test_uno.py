@@ -161,12 +161,16 @@ def test_beside_an_adapter_of_each_row_same_tokens(rows: int, tmp_path: Path) ->
     assert candidates.speculation is not None and candidates.speculation.accepted > 0
 
 
-def test_layers_beside_an_adapter_of_each_row_are_refused_with_the_true_reason(tmp_path: Path) -> None:
-    """Would catch: PEFT's error in a check of the layers with a single row in place of what is wrong with them."""
+@pytest.mark.parametrize("is_first", [True, False])
+def test_layers_beside_an_adapter_of_each_row_are_refused_with_the_true_reason(is_first: bool, tmp_path: Path) -> None:
+    """Would catch: PEFT's error in a check of a single row, not the true reason; a refusal in the middle of a call."""
     adapted = with_adapters_of_peft(fresh_model("llama"))
-    folder = write_lora(adapted.get_base_model(), tmp_path, ("lora_A.one",))
+    candidates = UnoCandidates(write_lora(adapted.get_base_model(), tmp_path, ("lora_A.one",)), k=4)
+    call: dict[str, Any] = {**prompts(3), "max_new_tokens": 8, "candidate_generator": candidates}
+    if not is_first:
+        adapted.generate(**call)
     with pytest.raises(ValueError, match=r"lora_A\.one, which reads other tokens than those of a pass; use another"):
-        adapted.generate(**prompts(3), adapter_names=NAMES, candidate_generator=UnoCandidates(folder, k=4))
+        adapted.generate(**call, adapter_names=NAMES)
 
 
 def test_something_for_each_row_same_tokens(tmp_path: Path) -> None:
