@@ -200,6 +200,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     "scores of drafts not checked": STEERED | {"strategy": "draft", "drafter_fault": "nan"},
 }
 
+REFUSED = {"position off by one", "wrong positions in half precision"}
+"""Mutations for which the self-check refuses a model, unless a call without them has passed it before."""
+
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_cases_equal_plain_generate(chunk: int) -> None:
@@ -227,6 +230,8 @@ def test_random_cases_with_a_mutation_fail(mutation: str) -> None:
     """Would catch: a comparison that cannot fail."""
     for number in range(MAX_CASES_PER_MUTATION):
         case = replace(draw(f"mutations:{number}", ARCHITECTURES), **(USUAL | NEEDED.get(mutation, {})))
+        if mutation in REFUSED:
+            run_safely(case)
         with MUTATIONS[mutation]():
             outcome = run_safely(case)
         if outcome.status == "different":
