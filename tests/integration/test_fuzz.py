@@ -23,8 +23,10 @@ from hf_specgen.verification import base as verification
 from hf_specgen.verification.coupled import NoiseBuffer
 from hf_specgen.verification.processors import LogitsPipeline
 from tests.fuzz import models
-from tests.fuzz.__main__ import Report, main, run_safely, shrink
+from tests.fuzz.__main__ import Report, main, minimal, run_safely, shrink
 from tests.fuzz.cases import COMBINED, ENTRIES, STRATEGIES, Case, draw
+from tests.fuzz.checks import Difference
+from tests.fuzz.comparison import Outcome
 from tests.fuzz.situations import CACHE_USES, DRAFTER_FAULTS, INTERVENTIONS, single_situation
 
 # Faults in the package itself that the random tester must find: `MUTATIONS`
@@ -296,6 +298,12 @@ def test_shrink_keeps_only_what_the_failure_needs() -> None:
     smallest = shrink(case, fails)
     assert fails(smallest) and len(smallest.lengths) == 2
     assert smallest == Case(seed=case.seed, do_sample=True, lengths=smallest.lengths)
+
+
+def test_minimal_outcome_that_does_not_come_again_is_kept() -> None:
+    """Would catch: a failure of threads that is printed as "same", without what was different."""
+    outcome = Outcome(Case(max_new_tokens=1), [Difference("tokens", "by chance")], "different")
+    assert minimal(outcome) is outcome
 
 
 @pytest.mark.usefixtures("forgotten_models")
