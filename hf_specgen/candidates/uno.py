@@ -12,7 +12,7 @@ Source: Uno (2026), as implemented by SGLang (https://github.com/sgl-project/sgl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_specgen import compat
+from hf_specgen import compat, random_state
 from hf_specgen.candidates.base import Depth, DraftSession, PretrainedCandidates, Tree, vocabulary_size
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_heads import BoundModules
@@ -32,7 +32,8 @@ from hf_specgen.drafter import DepthLogits, Drafter
 from hf_specgen.heads.checkpoint import load_adapter
 from hf_specgen.heads.head_text import HeadText
 from hf_specgen.heads.source import Source
-from hf_specgen.targets.hooks import thread_hooks
+from hf_specgen.targets.fingerprint import computation
+from hf_specgen.targets.hooks import thread_hooks, treats_rows_alike
 from hf_specgen.targets.model_parts import keeps_state
 from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
 from hf_specgen.targets.self_check import short_text
@@ -65,7 +66,7 @@ class UnoCandidates(PretrainedCandidates):
         if not isinstance(adapter, str | Path):
             raise TypeError(f"UnoCandidates takes a folder or a Hub id of an adapter, got {adapter!r:.80}")
         self.drafter = str(adapter)
-        self._matrices: BoundModules[Matrices] = BoundModules()
+        self._adapters: BoundModules[_Adapter] = BoundModules()
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         check_decoder_only(model, "UnoCandidates")
@@ -74,15 +75,34 @@ class UnoCandidates(PretrainedCandidates):
                 f"{type(model).__name__} has layers with convolutions or recurrent states, which would read the noise "
                 "of UnoCandidates before the draft; use another candidate generator"
             )
-        self._matrices_on(model)
+        adapter = self._adapter_on(model)
+        if treats_rows_alike(model):
+            adapter.check_layers(model, rows=1)
         return TargetRequirements(reads_cache=True)
 
     def start(self, batch: DraftBatch) -> DraftSession:
-        return DrafterSession(batch, UnoDrafter(batch, self._matrices_on(batch.model)), self.k, self.tree)
+        adapter = self._adapter_on(batch.model)
+        adapter.check_layers(batch.model, batch.state.batch)
+        return DrafterSession(batch, UnoDrafter(batch, adapter.matrices), self.k, self.tree)
 
-    def _matrices_on(self, model: PreTrainedModel) -> Matrices:
+    def _adapter_on(self, model: PreTrainedModel) -> _Adapter:
         """The adapter for this target."""
-        return self._matrices.on(model, lambda: _load(model, str(self.drafter)))
+        return self._adapters.on(model, lambda: _Adapter(_load(model, str(self.drafter))))
+
+
+class _Adapter:
+    """The matrices of an adapter, and for which states of the target its layers have been checked."""
+
+    def __init__(self, matrices: Matrices):
+        self.matrices = matrices
+        self._checked: tuple[Hashable, ...] | None = None
+
+    def check_layers(self, model: PreTrainedModel, rows: int) -> None:
+        """Raise if a layer cannot draft; a model with hooks is checked for its present ones and so many rows."""
+        state: tuple[Hashable, ...] = () if treats_rows_alike(model) else (rows, *computation(model))
+        if self._checked != state:
+            _check_layers(model, self.matrices, rows)
+            self._checked = state
 
 
 def _load(model: PreTrainedModel, adapter: str) -> Matrices:
@@ -98,25 +118,25 @@ def _load(model: PreTrainedModel, adapter: str) -> Matrices:
             )
         down, up = (tensors[f"{name}.lora_{part}.weight"].to(layer.weight.device, model.dtype) for part in "AB")
         matrices[layer] = down, up
-    _check_layers(model, matrices)
     return matrices
 
 
 @torch.no_grad()
-def _check_layers(model: PreTrainedModel, matrices: Matrices) -> None:
+def _check_layers(model: PreTrainedModel, matrices: Matrices, rows: int) -> None:
     """Raise if a layer reads other tokens than those of a pass, as one does that expands the states in the cache."""
     read: dict[nn.Module, int] = {}
 
     def note(layer: nn.Module, inputs: tuple[torch.Tensor, ...], kwargs: Any) -> None:
         read[layer] = inputs[0].shape[:-1].numel()
 
-    with thread_hooks(matrices, before=note):
-        # The last pass of plain decoding is over one token.
-        input_ids, config, arguments = short_text(model, rows=1)
+    # A model in training mode draws random numbers, before it is refused.
+    with random_state.kept(compat.input_device(model)), thread_hooks(matrices, before=note):
+        # The last pass of plain decoding is over one token of each row.
+        input_ids, config, arguments = short_text(model, rows, is_padded=False)
         cache = DynamicCache(config=model.config.get_text_config())
         compat.decode_plainly(model, input_ids, config, 2, {**arguments, compat.CACHE: cache})
     names = {layer: name for name, layer in model.named_modules()}
-    if others := [names[layer] for layer, tokens in read.items() if tokens != 1]:
+    if others := [names[layer] for layer, tokens in read.items() if tokens != rows]:
         raise ValueError(
             f"the adapter changes {others[0]}, which reads other tokens than those of a pass; use another candidate "
             "generator"

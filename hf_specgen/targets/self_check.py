@@ -158,24 +158,28 @@ class SelfCheck:
             return self._run(Trial((inputs, rows > 1, *masks), lambda: call))
         mask = call.model_kwargs.get("attention_mask")
         is_single = rows == 1 and (mask is None or bool(mask.all()))
-        alike = rows <= 2 or treats_rows_alike(self._model)
+        alike = treats_rows_alike(self._model)
         problem = None if is_single else self._rows_differ(2 if alike else rows)
         if is_single or problem is not None:
-            # Where rows differ: does the model itself fail, or only rows of different lengths?
-            problem = self._run(Trial((1,), lambda: self._short_text(1))) or problem
+            # Where rows differ: does the model itself fail, or only rows of different lengths? One that has something
+            # for each of several rows may fail because there is a single row.
+            alone = self._run(Trial((1,), lambda: self._short_text(1, is_padded=False)))
+            if alone is not None and (alike or rows == 1 or alone.cause is None):
+                problem = alone
         if problem is None and inputs:
             problem = self._run(Trial((inputs,), lambda: call))
         return problem
 
-    def _short_text(self, rows: int) -> PreparedCall:
-        return PreparedCall(self._model, *short_text(self._model, rows))
+    def _short_text(self, rows: int, is_padded: bool) -> PreparedCall:
+        return PreparedCall(self._model, *short_text(self._model, rows, is_padded))
 
     def _rows_differ(self, rows: int) -> Problem | None:
-        """How a text in so many rows of different lengths differs; where a kernel takes no mask, without a trial."""
+        """How a padded text in so many rows differs; where a kernel takes no mask, without a trial."""
+        texts = "a padded prompt gets" if rows == 1 else "rows of different lengths get"
         trial = Trial(
-            (rows,),
-            lambda: self._short_text(rows),
-            "rows of different lengths get other scores than in plain decoding ({})",
+            ("padded", rows),
+            lambda: self._short_text(rows, is_padded=True),
+            f"{texts} other scores than in plain decoding ({{}})",
             "give one prompt at a time, without padding, or leave candidate_generator= out",
         )
         if part := takes_no_mask(text_config(self._model)):
@@ -214,12 +218,14 @@ class SelfCheck:
         return trial.remedy
 
 
-def short_text(model: PreTrainedModel, rows: int) -> tuple[torch.Tensor, GenerationConfig, dict[str, Any]]:
-    """Rows of text, of which the first is padded, or one row without padding, as prepared by `generate`."""
+def short_text(
+    model: PreTrainedModel, rows: int, is_padded: bool
+) -> tuple[torch.Tensor, GenerationConfig, dict[str, Any]]:
+    """Rows of text, of which the first may be padded, as prepared by `generate`."""
     input_ids = _prompt(model).repeat(-(-rows // 2), 1)[:rows]
-    input_ids = input_ids[:, :2] if rows == 1 else input_ids
+    input_ids = input_ids if is_padded else input_ids[:, :2]
     mask = torch.ones_like(input_ids)
-    if rows > 1:
+    if is_padded:
         mask[0, : min(2, input_ids.shape[1] - 1)] = 0
     saved = getattr(model.generation_config, "min_new_tokens", None)
     minimum = "min_length" if saved is None else "min_new_tokens"  # Transformers warns of both

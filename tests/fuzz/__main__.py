@@ -130,14 +130,15 @@ def run_safely(case: Case) -> Outcome:
 
 
 def minimal(outcome: Outcome) -> Outcome:
-    """The simplest case that fails in the same way."""
+    """The simplest case that fails in the same way; the outcome itself, where the case does not fail again."""
     kind = outcome.differences[0].kind
 
     def fails(case: Case) -> bool:
         other = run_safely(case)
         return other.status == "different" and any(difference.kind == kind for difference in other.differences)
 
-    return run_safely(shrink(outcome.case, fails))
+    shrunk = run_safely(shrink(outcome.case, fails))
+    return shrunk if shrunk.status == "different" else outcome
 
 
 def _summary(outcome: Outcome) -> str:

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import hf_specgen
+from hf_specgen.verification.base import INVALID_SCORES
 from tests.fuzz.cases import Case
 from tests.fuzz.models import device, random_state
 
@@ -78,7 +79,7 @@ def describe(error: BaseException) -> str:
 def compare(case: Case, plain: Run, ours: Run, inputs: dict[str, torch.Tensor], vocab: int) -> Iterator[Difference]:
     """Everything that a caller can see; the errors of both are compared elsewhere."""
     prompt = inputs["input_ids"]
-    if _has_same_text(case):
+    if has_same_text(case):
         yield from _same_text(case, plain, ours, prompt.shape[1])
         if torch.equal(plain.ids, ours.ids):
             yield from _same_outputs(plain, ours)
@@ -88,7 +89,7 @@ def compare(case: Case, plain: Run, ours: Run, inputs: dict[str, torch.Tensor], 
     yield from _statistics(ours, prompt.shape[1])
 
 
-def _has_same_text(case: Case) -> bool:
+def has_same_text(case: Case) -> bool:
     """Whether the tokens are those of plain `generate`, not another sample or other acceptable ones."""
     if not case.repeats_text:
         return False
@@ -97,7 +98,9 @@ def _has_same_text(case: Case) -> bool:
 
 def compare_errors(case: Case, plain: Run, ours: Run) -> Iterator[Difference]:
     """At least one of the calls has raised; a refusal is no difference, nor are invalid scores after another text."""
-    if ours.is_refusal or (case.broken_logits and not _has_same_text(case) and None in (plain.error, ours.error)):
+    if ours.is_refusal or (case.broken_logits and not has_same_text(case) and None in (plain.error, ours.error)):
+        return
+    if plain.error is None and not has_same_text(case) and _has_no_token(case, ours.error):
         return
     if ours.error is None:
         yield Difference("no error", f"plain generate raises {describe(plain.error or Hang())}")
@@ -106,6 +109,18 @@ def compare_errors(case: Case, plain: Run, ours: Run) -> Iterator[Difference]:
         yield Difference(kind, describe(ours.error))
     elif type(plain.error) is not type(ours.error):
         yield Difference("other error", f"{describe(ours.error)}; plain generate raises {describe(plain.error)}")
+
+
+def _has_no_token(case: Case, error: BaseException | None) -> bool:
+    """Whether an error says that no token was possible after a text, as those that are allowed may be suppressed."""
+    return "allowed_tokens" in case.options and isinstance(error, RuntimeError) and INVALID_SCORES in str(error)
+
+
+def equal(one: Run, other: Run) -> bool:
+    """Whether two calls wrote the same tokens, or raised alike."""
+    if one.ids is None or other.ids is None:
+        return type(one.error) is type(other.error)
+    return torch.equal(one.ids, other.ids)
 
 
 def compare_half(plain: Run, ours: Run, prompt_length: int) -> Iterator[Difference]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LogitsProcessorList, QuantizedCache, StaticCache
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, QuantizedCache, StaticCache
 from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
 
 from hf_specgen import Statistics
@@ -17,7 +17,7 @@ from tests.fuzz.cases import Case
 from tests.fuzz.checks import Difference, Run
 from tests.fuzz.interventions import Changed, changed, stages
 from tests.fuzz.models import device, random_state, seed, tiny_model
-from tests.fuzz.settings import Ends, Fault, Interrupt, ValidPadding
+from tests.fuzz.settings import Ends, Fault, ForcedText, Interrupt, ValidPadding
 from tests.fuzz.situations import HALF, LORA
 from tests.fuzz.surroundings import (
     CACHE_USES,
@@ -39,6 +39,7 @@ POSITIONS = 256
 BY_ROUNDING = {"tokens", "random state", "stream", "scores", "logits", "cache", "statistics", "processor state"}
 """Differences that a near-tie of two tokens can make."""
 
+Inputs = dict[str, torch.Tensor]
 Caches = tuple[Any, Any]
 """What plain `generate` and what speculation continues from."""
 
@@ -115,7 +116,7 @@ class Comparison:
         self._differ(self._lasting_refusals())
         return self.outcome
 
-    def _run_turns(self, inputs: dict[str, torch.Tensor]) -> None:
+    def _run_turns(self, inputs: Inputs) -> None:
         """Calls that continue one text."""
         case, ends = self.case, self._find_ends(inputs)
         caches = (self._new_cache(), self._new_cache())
@@ -161,7 +162,7 @@ class Comparison:
         usual.run()
         return bool(usual.refused)
 
-    def _turn(self, inputs: dict[str, torch.Tensor], ends: Ends, caches: Caches, fault: str) -> tuple[Run, Run | None]:
+    def _turn(self, inputs: Inputs, ends: Ends, caches: Caches, fault: str) -> tuple[Run, Run | None]:
         copied = copy.deepcopy(caches[0])
         plain = self._generate(inputs, ends, caches[0])
         # After an error in plain `generate` PEFT leaves its hooks on the model, which the package removes.
@@ -170,7 +171,7 @@ class Comparison:
         ours: list[Run] = []
         if fault and plain.error is None:
             ours = self._raise_fault(plain, inputs, ends, caches[1])
-            if not equal(self._generate(inputs, ends, copied), plain):
+            if not checks.equal(self._generate(inputs, ends, copied), plain):
                 self._differ([Difference("plain generate after a fault", "is not what it was before")])
         if not ours:
             ours = self._speculate(inputs, ends, caches[1])
@@ -178,7 +179,7 @@ class Comparison:
             self._compare(plain, run, inputs, ends, copied)
         return plain, ours[0]
 
-    def _compare(self, plain: Run, ours: Run, inputs: dict[str, torch.Tensor], ends: Ends, cache: Any) -> None:
+    def _compare(self, plain: Run, ours: Run, inputs: Inputs, ends: Ends, cache: Any) -> None:
         """Compare a plain and a speculative call; `cache` is what both continued from."""
         case, statistics = self.case, self._statistics(ours)
         if plain.error is None and ours.error is None:
@@ -189,6 +190,8 @@ class Comparison:
         elif ours.error is None and (again := self._with_valid_padding(inputs, ends, cache, ours)) is not None:
             texts = (replace(run, output=None, cache=None) for run in (again, ours))
             self._differ(checks.compare(case, *texts, inputs, self._vocab))
+        elif ours.error is None and not (case.broken_logits or checks.has_same_text(case)):
+            self._differ(self._impossible_tokens(inputs, ends, cache, ours))
         elif case.drafter_fault and ours.error is not None and plain.error is None:
             if problems := list(checks.names_strategy(self.candidates, ours)):
                 self._differ([] if ours.is_refusal and self._is_refused_as_usual() else problems)
@@ -204,16 +207,34 @@ class Comparison:
             self.outcome.drafted += statistics.drafted
             self.outcome.accepted += statistics.accepted
 
-    def _with_valid_padding(self, inputs: dict[str, torch.Tensor], ends: Ends, cache: Any, ours: Run) -> Run | None:
+    def _with_valid_padding(self, inputs: Inputs, ends: Ends, cache: Any, ours: Run) -> Run | None:
         """Plain `generate` again, with valid scores where it samples padding of ended rows; None if it still raises."""
-        statistics = self._statistics(ours)
-        if statistics is None:
+        if self._statistics(ours) is None:
             return None
-        row_ends = [settings.prompt_columns(self.case, inputs) + length for length in statistics.lengths]
-        again = self._generate(inputs, ends, cache, padding=ValidPadding(row_ends))
+        padding = ValidPadding(self._row_ends(inputs, ours))
+        again = self._generate(inputs, ends, copy.deepcopy(cache), padding=padding)
         return again if again.error is None else None
 
-    def _find_ends(self, inputs: dict[str, torch.Tensor]) -> Ends:
+    def _impossible_tokens(self, inputs: Inputs, ends: Ends, cache: Any, ours: Run) -> Iterator[Difference]:
+        """Where plain `generate`, which has raised after a text of its own, cannot write that of speculation either."""
+        columns = settings.prompt_columns(self.case, inputs)
+        text = ours.ids[:, inputs["input_ids"].shape[1] - columns :]
+        forced = ForcedText(text, self._row_ends(inputs, ours) or [text.shape[1]] * len(text))
+        again = self._generate(inputs, ends, copy.deepcopy(cache), padding=forced)
+        if again.error is not None:
+            yield Difference("no error", f"plain generate raises {checks.describe(again.error)} after the same text")
+        elif forced.impossible:
+            row, column = forced.impossible[0]
+            token = int(text[row, column])
+            yield Difference("impossible token", f"row {row}, column {column - columns}: {token}")
+
+    def _row_ends(self, inputs: Inputs, ours: Run) -> list[int]:
+        """The column behind each row's last token; empty if the call was plain."""
+        statistics = self._statistics(ours)
+        columns = settings.prompt_columns(self.case, inputs)
+        return [] if statistics is None else [columns + length for length in statistics.lengths]
+
+    def _find_ends(self, inputs: Inputs) -> Ends:
         """End tokens and stop strings are taken from a text that is written without them, as far as they need it.
 
         A stop string needs the token behind its column; an option may change the last token of the text.
@@ -228,7 +249,7 @@ class Comparison:
             return Ends(case.eos_ids, None)
         return settings.find_ends(case, run.ids[:, inputs["input_ids"].shape[1] :].tolist())
 
-    def _prepare(self, plain: Run, inputs: dict[str, torch.Tensor]) -> bool:
+    def _prepare(self, plain: Run, inputs: Inputs) -> bool:
         """Make the strategy, and tell oracles what plain `generate` wrote; False if the package refuses."""
         ids = plain.ids
         if ids is None:
@@ -267,12 +288,12 @@ class Comparison:
 
     def _generate(
         self,
-        inputs: dict[str, torch.Tensor],
+        inputs: Inputs,
         ends: Ends,
         cache: Any,
         fault: Fault | Interrupt | None = None,
         speculation: bool = False,
-        padding: ValidPadding | None = None,
+        padding: LogitsProcessor | None = None,
         case: Case | None = None,
     ) -> Run:
         """One plain or speculative call of the case, or of another one; what it raises is part of the result."""
@@ -326,7 +347,7 @@ class Comparison:
             processed=[one.seen for one in arguments.get("logits_processor", ()) if isinstance(one, StatefulReader)],
         )
 
-    def _speculate(self, inputs: dict[str, torch.Tensor], ends: Ends, cache: Any, fault: Any = None) -> list[Run]:
+    def _speculate(self, inputs: Inputs, ends: Ends, cache: Any, fault: Any = None) -> list[Run]:
         """A speculative call, or one in each thread, after which both models must be what they were."""
         models = {"model": self.model, "draft": self.draft}
         before = {name: checks.fingerprint(model) for name, model in models.items()}
@@ -343,7 +364,7 @@ class Comparison:
             self._differ(checks.changes(before[name], checks.fingerprint(model), name))
         return ours
 
-    def _raise_fault(self, plain: Run, inputs: dict[str, torch.Tensor], ends: Ends, cache: Any) -> list[Run]:
+    def _raise_fault(self, plain: Run, inputs: Inputs, ends: Ends, cache: Any) -> list[Run]:
         """Raise an exception inside a call and look at what it leaves behind; the call, if it did not raise it."""
         case = self.case
         fault = (Interrupt if case.interrupt else Fault)("on purpose")
@@ -375,10 +396,3 @@ class Comparison:
 
     def _differ(self, differences: Iterable[Difference]) -> None:
         self.outcome.differences += differences
-
-
-def equal(one: Run, other: Run) -> bool:
-    """Whether two calls wrote the same tokens, or raised alike."""
-    if one.ids is None or other.ids is None:
-        return type(one.error) is type(other.error)
-    return torch.equal(one.ids, other.ids)

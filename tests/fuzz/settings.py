@@ -70,6 +70,31 @@ class ValidPadding(LogitsProcessor):
         return scores.masked_fill(has_ended[:, None], 0.0)
 
 
+class ForcedText(LogitsProcessor):
+    """Makes plain `generate` write a given text, and records the tokens of it that were not possible.
+
+    Args:
+        text: `[rows, columns]`, of which a call writes those behind its prompt.
+        ends: the column behind each row's last token.
+    """
+
+    def __init__(self, text: torch.Tensor, ends: Sequence[int]):
+        self._text, self._ends = text, ends
+        self.impossible: list[tuple[int, int]] = []
+        """Row and column of each token whose score is -inf, or beside NaN, before temperature, top-k and the like."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        column = input_ids.shape[1]
+        if column >= self._text.shape[1]:  # a criterion that reads scores has not stopped
+            return torch.zeros_like(scores)
+        tokens = self._text[:, column, None]
+        is_possible = scores.gather(1, tokens)[:, 0].isfinite() & (scores < float("inf")).all(dim=1)
+        for row, end in enumerate(self._ends):
+            if column < end and not is_possible[row]:
+                self.impossible.append((row, column))
+        return torch.full_like(scores, float("-inf")).scatter(1, tokens, 0.0)
+
+
 class _Criterion(StoppingCriteria):
     """Stops the rows for which a function of the new tokens and of the last scores, where these are kept, is true."""
 

@@ -86,6 +86,9 @@ def single_situation(case: Case) -> Case:
         changes["strategy"] = "eagle3"
     if case.intervention in LORA:  # PEFT counts rows
         changes["num_return_sequences"] = 1
+    if case.intervention.endswith("later"):  # a pass over one token begins no text
+        changes["lengths"] = tuple(max(2, length) for length in case.lengths)
+        changes["prefill_chunk_size"] = None if case.prefill_chunk_size == 1 else case.prefill_chunk_size
     if "rows" in case.intervention:  # some end before others
         changes |= {"lengths": case.lengths if len(case.lengths) > 1 else (*case.lengths, 7, 3)}
         changes["eos_ids"] = case.eos_ids or tuple(range(3, 23))

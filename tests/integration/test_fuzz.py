@@ -21,10 +21,13 @@ from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.row_layout import RowLayout
 from hf_specgen.verification import base as verification
 from hf_specgen.verification.coupled import NoiseBuffer
+from hf_specgen.verification.processors import LogitsPipeline
 from tests.fuzz import models
-from tests.fuzz.__main__ import Report, main, run_safely, shrink
+from tests.fuzz.__main__ import Report, main, minimal, run_safely, shrink
 from tests.fuzz.cases import COMBINED, ENTRIES, STRATEGIES, Case, draw
-from tests.fuzz.situations import CACHE_USES, DRAFTER_FAULTS, INTERVENTIONS
+from tests.fuzz.checks import Difference
+from tests.fuzz.comparison import Outcome
+from tests.fuzz.situations import CACHE_USES, DRAFTER_FAULTS, INTERVENTIONS, single_situation
 
 # Faults in the package itself that the random tester must find: `MUTATIONS`
 
@@ -38,6 +41,7 @@ from_dynamic = RaggedCache.from_dynamic
 prefix = GenerationState.prefix
 append = GenerationState.append
 run_early = EarlyExitTarget.run_early
+column_scores = LogitsPipeline.column
 of_call = GenerationState.of_call.__func__  # type: ignore[attr-defined]
 
 
@@ -129,6 +133,10 @@ def _values_with_nan(self: Any, ids: Any) -> torch.Tensor:
     return values.masked_fill(values == NO_NODE, torch.nan)
 
 
+def _finite_scores(self: Any, *arguments: Any) -> torch.Tensor:
+    return column_scores(self, *arguments).clamp(min=-1e4)
+
+
 _PLACES: dict[str, tuple[Any, str, Any]] = {
     "accept one token too many": (verification, "accepted_path", _accept_one_too_many),
     "position off by one": (RowLayout, "positions", _positions_off_by_one),
@@ -138,6 +146,7 @@ _PLACES: dict[str, tuple[Any, str, Any]] = {
     "rejected tokens stay in the cache": (RaggedCache, "keep_accepted", _keep_rejected_tokens),
     "accepted nodes not moved": (RaggedLayer, "move", lambda self, rows, source, destination: None),
     "processors see a prefix off by one": (GenerationState, "prefix", _prefix_one_column_short),
+    "suppressed tokens are possible": (LogitsPipeline, "column", _finite_scores),
     "end tokens are passed over": (GenerationState, "of_call", classmethod(_without_end_tokens)),
     "scores of another token": (verification, "_along", _scores_of_the_last_token),
     "model not restored after an exception": (EarlyExitTarget, "run_early", _layers_stay_replaced),
@@ -175,6 +184,8 @@ STEERED: dict[str, Any] = {
 # What a mutation needs to show, where cases drawn at random seldom have it.
 NEEDED: dict[str, dict[str, Any]] = {
     "accept one token too many": {"strategy": "oracle", "verification": "exact", "accuracy": 0.5},
+    "suppressed tokens are possible": SAMPLED
+    | {"verification": "rejection", "options": ("suppress", "allowed_tokens")},
     "noise of the next step": SAMPLED | {"verification": "exact"},
     "position off by one": {"architecture": "llama", "strategy": "oracle", "accuracy": 0.9},
     "noise of the first row": SAMPLED | {"verification": "exact", "lengths": (3, 5)},
@@ -190,6 +201,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     "ids of drafts not checked": STEERED | {"drafter_fault": "large_id"},
     "scores of drafts not checked": STEERED | {"strategy": "draft", "drafter_fault": "nan"},
 }
+
+REFUSED = {"position off by one", "wrong positions in half precision"}
+"""Mutations for which the self-check refuses a model, unless a call without them has passed it before."""
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -218,11 +232,40 @@ def test_random_cases_with_a_mutation_fail(mutation: str) -> None:
     """Would catch: a comparison that cannot fail."""
     for number in range(MAX_CASES_PER_MUTATION):
         case = replace(draw(f"mutations:{number}", ARCHITECTURES), **(USUAL | NEEDED.get(mutation, {})))
+        if mutation in REFUSED:
+            run_safely(case)
         with MUTATIONS[mutation]():
             outcome = run_safely(case)
         if outcome.status == "different":
             return
     pytest.fail(f"{MAX_CASES_PER_MUTATION} cases do not show it: {mutation}")
+
+
+WITHOUT_A_TOKEN = Case(
+    **{"seed": 674917, "architecture": "gemma", "lengths": (9,), "pad_in_prompt": True, "do_sample": True},
+    **{"temperature": 0.3, "verification": "rejection", "options": ("suppress", "allowed_tokens")},
+)
+"""Plain `generate` writes a text after which all allowed tokens are suppressed, and speculation another one."""
+
+
+def test_run_sample_after_which_a_token_is_possible_is_no_difference() -> None:
+    """Would catch: an error of plain `generate` that is expected after another sample, where no token is missing."""
+    outcome = run_safely(WITHOUT_A_TOKEN)
+    assert outcome.status == "same", outcome.differences
+
+
+def test_run_sample_with_an_impossible_token_is_a_difference() -> None:
+    """Would catch: a text with suppressed tokens that is accepted, since it is no text of plain `generate`."""
+    with MUTATIONS["suppressed tokens are possible"]():
+        outcome = run_safely(replace(WITHOUT_A_TOKEN, max_new_tokens=20))
+    assert [difference.kind for difference in outcome.differences] == ["impossible token"]
+
+
+@pytest.mark.parametrize("where", ["later", "all"])
+def test_draw_prompt_of_one_token_begins_a_text(where: str) -> None:
+    """Would catch: a hook that counts the passes of all calls, so that plain `generate` does not repeat its scores."""
+    case = single_situation(Case(lengths=(1, 3), prefill_chunk_size=1, intervention=f"forward {where}"))
+    assert (case.lengths, case.prefill_chunk_size) == (((2, 3), None) if where == "later" else ((1, 3), 1))
 
 
 def test_draw_has_every_strategy_entry_point_and_situation() -> None:
@@ -255,6 +298,12 @@ def test_shrink_keeps_only_what_the_failure_needs() -> None:
     smallest = shrink(case, fails)
     assert fails(smallest) and len(smallest.lengths) == 2
     assert smallest == Case(seed=case.seed, do_sample=True, lengths=smallest.lengths)
+
+
+def test_minimal_outcome_that_does_not_come_again_is_kept() -> None:
+    """Would catch: a failure of threads that is printed as "same", without what was different."""
+    outcome = Outcome(Case(max_new_tokens=1), [Difference("tokens", "by chance")], "different")
+    assert minimal(outcome) is outcome
 
 
 @pytest.mark.usefixtures("forgotten_models")

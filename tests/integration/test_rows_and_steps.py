@@ -96,6 +96,24 @@ def test_adapter_of_each_row_same_tokens(is_attached: bool, sampling: dict[str, 
     assert torch.equal(model.generate(**arguments, **(candidates or {})), plain)
 
 
+def test_adapter_of_a_padded_row_same_tokens() -> None:
+    """Would catch: a trial of two rows for a padded prompt, while PEFT has an adapter for a single row."""
+    model = with_adapters()
+    inputs = {"input_ids": torch.tensor([[0, 0, 5, 6, 7]]), "attention_mask": torch.tensor([[0, 0, 1, 1, 1]])}
+    arguments = {**inputs, "max_new_tokens": NEW, "adapter_names": ["two"], "do_sample": False}
+    plain = model.generate(**arguments)
+    assert torch.equal(model.generate(**arguments, candidate_generator=NgramCandidates(k=3)), plain)
+
+
+def test_refusal_beside_an_adapter_of_each_row_has_the_true_reason() -> None:
+    """Would catch: PEFT's error in a trial of a single row in place of what is wrong with the call."""
+    model = with_adapters()
+    layer = model.get_base_model().model.layers[0].mlp
+    layer.register_forward_hook(lambda _, args, output: output + VECTORS[0] if output.shape[1] == 1 else output)
+    with pytest.raises(ValueError, match=r"rows of different lengths get other scores .*its logits differed"):
+        model.generate(**prompts(3), adapter_names=NAMES, candidate_generator=NgramCandidates(k=3))
+
+
 def test_refusal_leaves_no_hooks_of_adapters() -> None:
     """Would catch: hooks that PEFT leaves after an exception, so that the next plain call raises."""
     model = with_adapters()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 
 from hf_specgen import (
     CombinedCandidates,
@@ -136,6 +136,60 @@ def test_other_thread_beside_it_computes_without_the_adapter(tmp_path: Path) -> 
     for thread in threads:
         thread.join()
     assert found == [expected] * 6
+
+
+NAMES = ["one", "two", "__base__"]
+
+
+def with_adapters_of_peft(model: Any) -> Any:
+    torch.manual_seed(1)
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = get_peft_model(model, config, adapter_name=NAMES[0])
+    adapted.add_adapter(NAMES[1], config)
+    return adapted.eval()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_beside_an_adapter_of_each_row_same_tokens(rows: int, tmp_path: Path) -> None:
+    """Would catch: a check of the layers with a single row, while PEFT has an adapter for each of three."""
+    model = fresh_model("llama")
+    candidates = UnoCandidates(write_lora(model, tmp_path, ("k_proj", "o_proj")), k=4)
+    adapted = with_adapters_of_peft(model)
+    arguments = {**prompts(rows), "max_new_tokens": 12, "do_sample": False, "adapter_names": NAMES[:rows]}
+    plain = adapted.generate(**arguments)
+    assert torch.equal(adapted.generate(**arguments, candidate_generator=candidates), plain)
+    assert candidates.speculation is not None and candidates.speculation.accepted > 0
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_layers_beside_an_adapter_of_each_row_are_refused_with_the_true_reason(is_first: bool, tmp_path: Path) -> None:
+    """Would catch: PEFT's error in a check of a single row, not the true reason; a refusal in the middle of a call."""
+    adapted = with_adapters_of_peft(fresh_model("llama"))
+    candidates = UnoCandidates(write_lora(adapted.get_base_model(), tmp_path, ("lora_A.one",)), k=4)
+    call: dict[str, Any] = {**prompts(3), "max_new_tokens": 8, "candidate_generator": candidates}
+    if not is_first:
+        adapted.generate(**call)
+    with pytest.raises(ValueError, match=r"lora_A\.one, which reads other tokens than those of a pass; use another"):
+        adapted.generate(**call, adapter_names=NAMES)
+
+
+def test_something_for_each_row_same_tokens(tmp_path: Path) -> None:
+    """Would catch: a check with a single row, which a vector for each of three makes three tokens of a pass."""
+    model = fresh_model("llama")
+    candidates = UnoCandidates(write_lora(model, tmp_path), k=4)
+    vectors = torch.randn(3, 1, 64, generator=torch.Generator().manual_seed(1))
+    model.model.layers[0].register_forward_hook(lambda _, args, output: output + vectors)
+    assert assert_same_tokens(model, prompts(3), candidates, max_new_tokens=12).accepted > 0
+
+
+def test_refusal_in_training_mode_leaves_the_random_state(tmp_path: Path) -> None:
+    """Would catch: dropout in the check of the layers, after which an attached model samples another text."""
+    model = fresh_model("llama", attention_dropout=0.5).train()
+    candidates = UnoCandidates(write_lora(model, tmp_path), k=4)
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="training mode"):
+        model.generate(**prompts(1), max_new_tokens=4, candidate_generator=candidates)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 REFUSED: list[tuple[str, tuple[str, ...], dict[str, Any], str]] = [

@@ -201,6 +201,24 @@ def test_scores_that_a_stateful_processor_made_invalid_once_raise(batch: int) ->
     assert streamed[0] == streamed[1]
 
 
+@pytest.mark.parametrize("oracle", ORACLES)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("verification", ["exact", "rejection", "typical"])
+def test_sampling_where_no_token_is_possible_raises(verification: str, batch: int, oracle: str) -> None:
+    """Would catch: a suppressed token where all that are allowed are suppressed, in a text that may be another one."""
+    model, inputs = tiny_model("llama"), prompts(batch)
+    end = inputs["input_ids"].shape[1] + 5
+    arguments: dict[str, Any] = {"max_new_tokens": 10, "do_sample": True}
+    answers = plain_output(model, inputs, **arguments)[0][:, -10:]
+    arguments["suppress_tokens"] = [30, 31]
+    arguments["prefix_allowed_tokens_fn"] = lambda row, ids: [30, 31] if len(ids) >= end else list(range(90))
+    with pytest.raises(RuntimeError, match="probability tensor"):
+        model.generate(**inputs, **arguments)
+    more = {"candidate_generator": ORACLES[oracle](answers, k=4), "verification": verification}
+    with pytest.raises(RuntimeError, match="probability tensor"):
+        model.generate(**inputs, **arguments, **more)
+
+
 class _InPlace(LogitsProcessor):
     """Excludes the last token."""
 
