@@ -24,6 +24,7 @@ from hf_specgen.device_tree import Selection
 from hf_specgen.targets.graphs import Capturable
 from hf_specgen.targets.masks import StepLayout
 from hf_specgen.targets.passes import CapturablePasses, DrafterInputs, Level, LevelOutput, NewText
+from hf_specgen.top_k import top_k
 from hf_specgen.tree import TreeStructure
 from hf_specgen.verification.base import perturbed
 from hf_specgen.verification.processors import ScoreProcessors
@@ -64,7 +65,7 @@ class CandidateProposer:
         `VerificationSession.draft_scores`, which adds noise if tokens are sampled.
         """
         # Drawn from q where the scores have noise, else the most likely tokens.
-        log_acceptance, index = draft_scores.log_softmax(dim=-1).topk(self.children)
+        log_acceptance, index = top_k(draft_scores.log_softmax(dim=-1), self.children)
         may_expand = None
         q = None
         # The threshold, and rejection sampling, use probabilities without noise.

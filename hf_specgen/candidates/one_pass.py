@@ -23,6 +23,7 @@ from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.tree_size import TreeSizer, tree_sizer
 from hf_specgen.device_tree import Floats
 from hf_specgen.drafter import DepthLogits, Drafter, T
+from hf_specgen.top_k import top_k
 from hf_specgen.tree import DraftTree
 
 DEFAULT_NODES = 16
@@ -79,7 +80,7 @@ def _ranked(batch: DraftBatch, predicted: DepthLogits, ranks: int) -> tuple[Dept
     scores = batch.score_processors(scores, candidates is None)
     token_indices = [range(len(row), len(row) + scores.shape[1]) for row in batch.state.generated]
     draft_scores = batch.draft_scores(scores, token_indices, candidates)
-    probability, index = draft_scores.softmax(dim=-1).topk(min(ranks, draft_scores.shape[-1]))
+    probability, index = top_k(draft_scores.softmax(dim=-1), min(ranks, draft_scores.shape[-1]))
     if batch.wants_q:
         probability = confidence_by_rank(scores.softmax(dim=-1).amax(dim=-1), index.shape[-1])
     # In one transfer; token ids below 2**24 are exact.
