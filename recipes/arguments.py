@@ -27,6 +27,7 @@ PRESETS = Path(__file__).with_name("presets.yaml")
 POSITIVE = (
     "max_length", "per_device_train_batch_size", "batch_size", "evaluation_per_domain", "evaluation_tokens",
     "max_new_tokens", "anchors", "depth", "num_heads", "num_layers", "exit_layer", "rank", "limit",
+    "loss_vocab_size",
 )  # fmt: skip
 LEAST = dict.fromkeys(POSITIVE, 1) | dict.fromkeys(("learning_rate", "warmup_steps", "weight_decay", "seed"), 0)
 """Lowest values of the arguments of all recipes."""

@@ -27,6 +27,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, kl_div, linear, log_softmax, nll_loss
 from transformers import PreTrainedModel
 
@@ -111,13 +112,15 @@ def draft_loss(
     return cast(torch.Tensor, _GradientAtOnce.apply(parts, len(drafts.states), *drafts.states, *trained))
 
 
+def rows_of_matrix(matrix: nn.Linear, ids: torch.Tensor) -> Logits:
+    """The output matrix of some tokens."""
+    bias = None if matrix.bias is None else matrix.bias[ids]
+    return partial(linear, weight=matrix.weight[ids], bias=bias)
+
+
 @torch.no_grad()
 def _log_p(target: PreTrainedModel, hidden: torch.Tensor, drafted_ids: torch.Tensor | None) -> torch.Tensor:
-    matrix = None
-    if drafted_ids is not None:
-        full: Any = output_matrix(target)
-        bias = None if full.bias is None else full.bias[drafted_ids]
-        matrix = partial(linear, weight=full.weight[drafted_ids], bias=bias)
+    matrix = None if drafted_ids is None else rows_of_matrix(output_matrix(target), drafted_ids)
     return log_softmax(output_logits(target, hidden.detach(), matrix).float(), dim=-1)
 
 

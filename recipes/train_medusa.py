@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 
 from arguments import Arguments, launch, option
 from conversations import IGNORED, Batch
+from draft_heads import frequent_tokens
 from drafter import Drafter
 from hf_specgen.heads import MedusaHeads, load_head, save_head
 from hf_specgen.targets.model_parts import output_logits, output_matrix
-from losses import Drafts
+from losses import Drafts, rows_of_matrix
 from target import States
 from training import run
 
@@ -40,6 +41,9 @@ class MedusaArguments(Arguments):
     own_outputs: bool = option(default=False, help="an output matrix for each head, instead of the target's")
     reads_path: bool = option(default=False, help="each head also reads the tokens before its own (Hydra)")
     lora_rank: int = option(default=0, help="of a LoRA matrix for each head on the shared output matrix; 0: none")
+    loss_vocab_size: int | None = option(
+        default=None, help="compute the loss over so many of the most frequent tokens of the answers; none: over all"
+    )
 
 
 class MedusaDrafter(Drafter):
@@ -57,8 +61,15 @@ class MedusaDrafter(Drafter):
             if not isinstance(heads, MedusaHeads):
                 raise ValueError(f"{args.heads!r} is a {type(heads).__name__}, not a set of Medusa heads")
             heads.bind(target)  # raises for heads of another target
-        self.heads = heads.to(output_matrix(target).weight.device).requires_grad_()
+        matrix = output_matrix(target)
+        self.heads = heads.to(matrix.weight.device).requires_grad_()
         self.depth = heads.config.num_heads
+        self.learnt_ids: torch.Tensor | None = None
+        if args.loss_vocab_size is not None:
+            if heads.config.own_outputs or heads.config.lora_rank:
+                raise ValueError("loss_vocab_size is for heads that share the target's output matrix, without LoRA")
+            ids = frequent_tokens(rows, args.loss_vocab_size, matrix.out_features)
+            self.learnt_ids = ids.to(matrix.weight.device)
 
     def draft(self, batch: Batch, states: States) -> Drafts:
         tokens = None
@@ -69,10 +80,13 @@ class MedusaDrafter(Drafter):
             [self.heads.head_state(head, states.hidden, tokens) for head in range(self.depth)],
             [partial(self._logits, head) for head in range(self.depth)],
             trained=[parameter for name, parameter in self.heads.named_parameters() if name.startswith(OUTPUTS)],
+            drafted_ids=self.learnt_ids,
         )
 
     def _logits(self, head: int, state: torch.Tensor) -> torch.Tensor:
-        matrix = output_matrix(self.target)
+        matrix: Any = output_matrix(self.target)
+        if self.learnt_ids is not None:
+            matrix = rows_of_matrix(matrix, self.learnt_ids)
         scores = output_logits(self.target, state[..., None, :], lambda one: self.heads.scores([head], one, matrix))
         return scores[..., 0, :]
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 from huggingface_hub import constants
 from rich.console import Console
+from safetensors.torch import load_file
 from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from benchmarks.harness.wide import widen
-from hf_specgen import NgramCandidates
+from hf_specgen import FixedDepth, MedusaCandidates, NgramCandidates
 from hf_specgen.call_statistics import RowStep, Statistics
 from hf_specgen.cli import demo, doctor
 from hf_specgen.cli.__main__ import app
@@ -22,6 +23,7 @@ from hf_specgen.cli.chat import AnswerWriter, Chat
 from hf_specgen.evaluation.measure import Comparison, Sample, Variant
 from hf_specgen.evaluation.published import NAME, PUBLISHED
 from hf_specgen.evaluation.workloads import ASSETS, domain_prompts, everyday_prompts
+from hf_specgen.heads.head_formats import load_head
 from tests.helpers.cli import run
 
 SHOWN = ("plain", "prompt lookup", "auto", "n-grams  ", "EAGLE", "draft model", "n-grams + draft")
@@ -64,19 +66,44 @@ def test_demo_shows_everyday_tasks_of_a_published_model(
     assert "the tokens of all 10 answers are those of plain generate" in output
 
 
-def test_head_for_the_published_model_reads_and_drafts() -> None:
-    """Would catch: a file that the reader refuses, rounded weights that overflow, a head shown for another model."""
+def target_of_published_sizes(num_layers: int = 30) -> Any:
+    """A random target to which the heads for the published model can be bound."""
     config = LlamaConfig(
-        vocab_size=49152, hidden_size=576, intermediate_size=8, num_hidden_layers=30, num_attention_heads=9,
+        vocab_size=49152, hidden_size=576, intermediate_size=8, num_hidden_layers=num_layers, num_attention_heads=9,
         num_key_value_heads=3,
     )  # fmt: skip
-    target = LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(config).eval()
+
+
+def test_head_for_the_published_model_reads_and_drafts() -> None:
+    """Would catch: a file that the reader refuses, rounded weights that overflow, a head shown for another model."""
+    target = target_of_published_sizes()
     (strategy,) = demo.published_drafts(target)
     assert strategy.name == "n-grams + EAGLE" and "smollm2-eagle3-head" in strategy.code
     ids = torch.arange(5, 14)[None]
     plain = target.generate(ids, max_new_tokens=6, do_sample=False)
     assert torch.equal(plain, target.generate(ids, max_new_tokens=6, do_sample=False, **strategy.variant().arguments()))
-    assert demo.published_drafts(LlamaForCausalLM(LlamaConfig(**{**config.to_dict(), "num_hidden_layers": 2}))) == []
+    assert demo.published_drafts(target_of_published_sizes(2)) == []
+
+
+def test_medusa_heads_for_the_published_model_read_and_draft() -> None:
+    """Would catch: a file that the reader refuses, float8 weights read without scales, heads bound to another model."""
+    target = target_of_published_sizes()
+    folder = ASSETS / "smollm2-medusa-heads"
+    heads: Any = load_head(folder)
+    config = heads.config
+    assert (config.num_heads, config.num_layers, config.own_outputs, config.reads_path) == (4, 1, False, False)
+    stored = load_file(folder / "model.safetensors")
+    name = "blocks.3.layers.0.weight"
+    scale = stored[f"{name}_scale_inv"].repeat_interleave(128, 0)[:576].repeat_interleave(128, 1)[:, :576]
+    torch.testing.assert_close(heads.get_parameter(name).float(), stored[name].float() * scale, rtol=0.01, atol=0)
+    candidates = MedusaCandidates.from_pretrained(folder, policy=FixedDepth())
+    ids = torch.arange(5, 14)[None]
+    plain = target.generate(ids, max_new_tokens=6, do_sample=False)
+    assert torch.equal(plain, target.generate(ids, max_new_tokens=6, do_sample=False, candidate_generator=candidates))
+    assert candidates.speculation.drafted > 0
+    with pytest.raises(ValueError, match="layers"):
+        heads.bind(target_of_published_sizes(2))
 
 
 def measured_with(seconds: dict[str, float], calls: int = 1) -> Comparison:

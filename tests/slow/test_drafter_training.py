@@ -12,6 +12,7 @@ import losses
 import train_dflash
 import train_dspark
 import train_eagle
+import train_medusa
 from conversations import IGNORED
 from drafter import choose_anchors
 from hf_specgen.heads import MedusaHeads
@@ -197,6 +198,45 @@ def test_acceptance_counts_are_those_of_replayed_drafts() -> None:
                 places = range(place - depth, place + 1)
                 chains += all((hidden[one] @ matrix.T).argmax(-1) == top_p[one] for one in places)
             assert int(counts[:, depth, 2].sum()) == chains and int(counts[:, depth, 0].sum()) == len(index)
+
+
+def medusa_arguments(**fields: Any) -> SimpleNamespace:
+    """Those of new heads and their loss."""
+    shape = {"num_heads": 2, "num_layers": 1, "own_outputs": False, "reads_path": False, "lora_rank": 0}
+    return SimpleNamespace(heads=None, loss={"kl": 1.0}, decay=0.8, **shape | {"loss_vocab_size": 40} | fields)
+
+
+def test_medusa_loss_over_the_most_frequent_tokens_is_the_naive_one() -> None:
+    """Would catch: other rows of the output matrix, its bias left out, or p normalised over all tokens."""
+    model = tiny_model("cohere2").requires_grad_(False)  # its logits are scaled
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB), requires_grad=False)
+    batch = batch_of(20)
+    batch["input_ids"] %= VOCAB
+    batch["labels"] = torch.where(batch["labels"] == IGNORED, IGNORED, batch["labels"] % VOCAB)
+    drafter = train_medusa.MedusaDrafter(medusa_arguments(), model, [{"labels": batch["labels"].flatten().tolist()}])
+    drafter.heads.load_state_dict(random_heads(model, num_heads=2).state_dict())
+    ids = drafter.learnt_ids
+    assert ids is not None and len(ids) == 40
+    assert set(ids.tolist()) >= {*batch["labels"].flatten().tolist()} - {IGNORED}
+    hidden = drafter.states(batch).hidden
+    of_row = batch["labels"].ne(IGNORED).nonzero()[:, 0]
+    log_p = output_logits(model, hidden)[:, ids].log_softmax(-1)
+    expected = torch.zeros(())
+    for depth in range(2):
+        log_q = output_logits(model, drafter.heads.head_state(depth, hidden))[:, ids].log_softmax(-1)
+        later = (torch.arange(len(hidden)) + depth + 1).clamp(max=len(hidden) - 1)
+        inside = (of_row[later] == of_row) & (torch.arange(len(hidden)) + depth + 1 < len(hidden))
+        kl = (log_p[later].exp() * (log_p[later] - log_q)).sum(-1)
+        expected = expected + 0.8**depth * kl[inside].sum()
+    torch.testing.assert_close(drafter(**batch)["loss"], expected / len(hidden))
+    assert "learnt_ids" not in drafter.state_dict()
+
+
+@pytest.mark.parametrize("fields", [{"own_outputs": True}, {"lora_rank": 2}])
+def test_medusa_loss_over_fewer_tokens_needs_the_shared_output_matrix(fields: dict[str, Any]) -> None:
+    """Would catch: logits over all tokens compared with those of a few."""
+    with pytest.raises(ValueError, match="loss_vocab_size is for heads that share the target's output matrix"):
+        train_medusa.MedusaDrafter(medusa_arguments(**fields), tiny_model("llama"), [{"labels": [3]}])
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [2, 1]])
