@@ -205,7 +205,7 @@ def records(
     names: Annotated[list[str], Argument(help="All, the most important first, if left out.")] = [],  # noqa: B006
     out: Annotated[Path, Option(help="Folder for the results.")] = RESULTS,
 ) -> None:
-    """Renew recorded results, in a clone without changes, on a quiet machine; all take about an hour."""
+    """Renew recorded results, in a clone without changes, on a quiet machine; all take 60 to 90 minutes."""
     from benchmarks.records import renew
 
     with expected_errors():

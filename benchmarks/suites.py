@@ -8,7 +8,8 @@ from hf_specgen.evaluation.published import PUBLISHED
 NO_SWEEPS: dict[str, Any] = {"batches": (), "temperatures": (), "contexts": ()}
 BY_DOMAIN: dict[str, Any] = {"domains": ("embedded",), "max_new_tokens": 128, "repeats": 3, **NO_SWEEPS}
 
-HEAD = "benchmarks/assets/smollm2-eagle3-head"
+EAGLE = "benchmarks/assets/smollm2-eagle3-head"
+MEDUSA = "benchmarks/assets/smollm2-medusa-heads"
 """For the published model; paths are those of a clone."""
 SUITES: dict[str, Suite] = {
     # The strategies of `Plan` and their peers in Transformers, by domain, batch size, temperature and context length.
@@ -24,11 +25,20 @@ SUITES: dict[str, Suite] = {
         ),
         table="batch",
     ),
-    # A published model: strategies that need no draft, and a head that was trained here, against prompt lookup.
+    # A published model: strategies that need no draft, and heads that were trained here, against prompt lookup.
     "published": Suite(
         Plan(
             model=PUBLISHED,
-            strategies=("ngram", "auto", f"eagle={HEAD}", f"ngram+eagle={HEAD}"),
+            strategies=(
+                *(
+                    "ngram",
+                    "auto",
+                    f"eagle={EAGLE}",
+                    f"ngram+eagle={EAGLE}",
+                    f"medusa={MEDUSA}",
+                    f"ngram+medusa={MEDUSA}",
+                ),
+            ),
             default_settings=True,
             domains=("everyday", "spec-bench"),
             prompts=2,

@@ -34,6 +34,10 @@ class UnrepeatableError(ValueError):
     """A user's function does what cannot be repeated exactly, so that the call has to run plainly."""
 
 
+class UnsupportedModelError(ValueError):
+    """A model computes in a way in which draft tokens cannot be verified; the message is the whole reason."""
+
+
 class GenerationState:
     """Prompts and generated tokens of a batch. The decoding loop writes it, everything else reads it.
 
@@ -316,18 +320,18 @@ class Memory:
         self._entries: WeakKeyDictionary[Any, OrderedDict[Hashable, Any]] = WeakKeyDictionary()
 
     def recall(self, model: Any, key: Hashable, new: Callable[[], T]) -> T:
-        """A copy of what was last stored for this target and key, or else what `new` makes; `model` may be None."""
+        """What was last stored for this target and key, for a later call, or else what `new` makes; no target: None."""
         with self._lock:
             entry = None if model is None else self._entries.get(model, OrderedDict()).get(key)
-            return new() if entry is None else _copied(entry)
+            return new() if entry is None else _for_later_call(entry)
 
     def store(self, model: Any, key: Hashable, learnt: Any) -> None:
-        """Keep what a call has learnt, as a copy; nothing if `model` is None."""
+        """Keep what a call has learnt, for later ones; nothing if `model` is None."""
         if model is None:
             return
         with self._lock:
             entries = self._entries.setdefault(model, OrderedDict())
-            entries[key] = _copied(learnt)
+            entries[key] = _for_later_call(learnt)
             entries.move_to_end(key)
             if len(entries) > self._max_entries:
                 entries.popitem(last=False)
@@ -338,9 +342,9 @@ class Memory:
             self._entries.clear()
 
 
-def _copied(learnt: T) -> T:
-    """A copy, for a call that learns on its own, if the value has a method `copy`; else the value itself."""
-    return getattr(learnt, "copy", lambda: learnt)()
+def _for_later_call(learnt: T) -> T:
+    """What a later call begins with: what the method of this name makes, if the value has it; else the value itself."""
+    return getattr(learnt, "for_later_call", lambda: learnt)()
 
 
 memory = Memory()

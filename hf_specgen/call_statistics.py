@@ -42,8 +42,8 @@ class StepRecord:
         rows: `[rows]` drafted, accepted and emitted tokens; None for a row that took no part.
         tokens_per_row: tokens of each row in the target's forward pass: the pending token, the largest draft, padding.
         seconds: wall time by part: "draft", "forward", "verify"; "thread": that in which the thread ran in "forward".
-        drafter_passes: tokens in each forward pass of the drafter, over all rows, without its prefill. None if unknown:
-            then one pass with one token per row is assumed for each level of the deepest draft.
+        drafter_passes: `tokens_per_pass` as the session reports them, without the prefill. None if unknown: then one
+            pass with one token per row is assumed for each level of the deepest draft.
         context: tokens in the longest row, prompt included.
         computed_rows: rows of the target's pass, those that took no part included; 0: those that took part.
         separate_loss: see `DraftSession.separate_loss`.

@@ -82,7 +82,10 @@ class Arguments(DataArguments, TrainingArguments):
     packing: bool = option(default=False, help="fill each row of max_length tokens with several conversations")
     streaming: bool = option(default=False, help="read the data as they are needed, without storing them")
     batch_size: int | None = option(default=None, help="rows in a step, over all processes; sets the accumulation")
-    loss: Options = option(default_factory=Options, help="weights of kl, ce, tv, lk, such as {ce: 0.1, tv: 0.9}")
+    loss: Options = option(
+        default_factory=Options,
+        help="weights of kl, ce, tv, lk; of DSpark confidence too: {ce: 0.1, tv: 0.9}",
+    )
     decay: float = option(default=1.0, help="weight of each draft token's loss relative to the one before")
     evaluation: str | None = option(default=None, help="held-out prompts, in the same formats as data")
     evaluation_per_domain: int = option(default=20, help="evaluated prompts of each value of the column domain")

@@ -39,7 +39,8 @@ class Side:
     arguments: dict[str, Any]
     seconds: list[float] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
+    row_steps: list[int] = field(default_factory=list)  # steps of all rows that took part in them
+    passes: list[int] = field(default_factory=list)
 
     def answer(self, model: Model, prompt: Encoded, settings: dict[str, Any]) -> None:
         """Answer a prompt, and count the time, the tokens of each row and the steps."""
@@ -49,7 +50,13 @@ class Side:
         rows = ids[:, prompt["input_ids"].shape[1] :].tolist()
         self.tokens.extend(rows)
         candidates = self.arguments.get("candidate_generator")
-        self.steps.append(len(rows[0]) if candidates is None else len(candidates.speculation.batch_steps))
+        if candidates is None:
+            self.passes.append(len(rows[0]))
+            self.row_steps.append(sum(map(len, rows)))
+        else:
+            steps = candidates.speculation.batch_steps
+            self.passes.append(len(steps))
+            self.row_steps.append(sum(step.batch for step in steps))
 
 
 def repeated_prompts(repeats: int, quick: bool) -> list[dict[str, Any]]:
@@ -158,7 +165,8 @@ def compared(part: str, sides: Sequence[Side]) -> list[dict[str, Any]]:
             "part": part,
             "variant": side.name,
             "tokens": sum(map(len, side.tokens)),
-            "tokens a step": sum(map(len, side.tokens)) / sum(side.steps) / (len(side.tokens) // len(side.steps)),
+            "tokens a step of a row": sum(map(len, side.tokens)) / sum(side.row_steps),
+            "passes": sum(side.passes),
             "seconds": sum(side.seconds),
             "time over the first": sum(side.seconds) / sum(first.seconds),
             "same tokens": side.tokens == first.tokens,

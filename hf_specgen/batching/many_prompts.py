@@ -49,7 +49,7 @@ class Completion:
         index: of the prompt.
         tokens: the generated tokens.
         output: what `generate` returns for this prompt alone: ids `[1, prompt + generated]`, or an output object.
-        statistics: of this prompt; its `passes` and `seconds` are those of its own passes, such as the prefill.
+        statistics: of this prompt; its `batch_steps` and `seconds` are those of its own passes, such as the prefill.
     """
 
     index: int

@@ -33,7 +33,7 @@ from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.result import result_for
 
 Depth = int | Literal["auto"]  # maximum depth of a draft; "auto" adapts it to acceptance and latency
-Tree = int | Literal["auto"] | None
+TreeSetting = int | Literal["auto"] | None
 """Number of draft tokens to verify; "auto" for the fastest tree of each step; None: "auto" if k is, else chains."""
 PLACES = ("revision", "token", "subfolder", "cache_dir", "trust_remote_code")
 """Arguments of `from_pretrained` that say where a checkpoint lies, and whether its code is run."""
@@ -154,7 +154,7 @@ class Candidates(CandidateGenerator, ABC):
     """Whether the strategy drafts from the expected output, `generate(prediction=…)`."""
     adaptive_tree: bool = False
     """Whether the strategy sizes each draft itself, so that a policy only decides whether to draft."""
-    tree: Tree = None
+    tree: TreeSetting = None
     latency_kind: str | None = None
     """Under which name a latency file has the passes of the drafter; None: that of the class."""
     arguments: ClassVar[Mapping[str, object]] = {"k": None, "tree": None}
@@ -165,7 +165,12 @@ class Candidates(CandidateGenerator, ABC):
     """The statistics of the last call that used this object."""
 
     def __init__(
-        self, k: Depth = "auto", policy: Policy | None = None, *, tree: Tree | Literal[False] = False, max_k: int = 16
+        self,
+        k: Depth = "auto",
+        policy: Policy | None = None,
+        *,
+        tree: TreeSetting | Literal[False] = False,
+        max_k: int = 16,
     ):
         if policy is not None and not isinstance(policy, Policy):
             raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {policy!r}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, Generic, TypeVar
 
-from hf_specgen.candidates.base import DraftSession, Tree
+from hf_specgen.candidates.base import DraftSession, TreeSetting
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.tree_size import FastestTreeSizer, tree_sizer
 from hf_specgen.tree import DraftTree
@@ -90,7 +90,7 @@ def best_first(
 
 def draft_rows(
     batch: DraftBatch,
-    tree: Tree,
+    tree: TreeSetting,
     depths: Sequence[int],
     search: Callable[[int, SearchLimits], SearchTree[Tag]],
     tokens_per_pass: Sequence[int] | None = None,
@@ -132,7 +132,7 @@ class SearchSession(DraftSession, Generic[Tag]):
 
     tokens_per_pass = ()
 
-    def __init__(self, batch: DraftBatch, k: int, tree: Tree):
+    def __init__(self, batch: DraftBatch, k: int, tree: TreeSetting):
         super().__init__(batch)
         self._k = k
         self._tree_setting = tree

@@ -19,7 +19,7 @@ from typing import Literal
 from transformers import PreTrainedModel
 
 from hf_specgen.call import DraftingSettings, Prediction, memory
-from hf_specgen.candidates.base import Candidates, DraftSession, StartSession, Tree, checked_draft
+from hf_specgen.candidates.base import Candidates, DraftSession, StartSession, TreeSetting, checked_draft
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first, draft_rows
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_heads import MTPCandidates
@@ -69,7 +69,7 @@ class CombinedCandidates(Candidates):
         self,
         strategies: Sequence[Candidates] | None = None,
         *,
-        tree: Tree = None,
+        tree: TreeSetting = None,
         prediction: Prediction | None = None,
         policy: Policy | None = None,
     ):

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen import random_state
 from hf_specgen.call import memory
-from hf_specgen.candidates.base import Depth, DraftSession, PretrainedCandidates, Tree
+from hf_specgen.candidates.base import Depth, DraftSession, PretrainedCandidates, TreeSetting
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_vocabulary import DraftVocabulary, check_vocabulary, restricted_head, vocabulary_ids
 from hf_specgen.candidates.draft_window import DraftWindowSetting, check_window, draft_window
@@ -119,7 +119,7 @@ class HeadCandidates(PretrainedCandidates):
         head_or_path: DraftHead | str | Path,
         k: Depth = "auto",
         *,
-        tree: Tree = None,
+        tree: TreeSetting = None,
         aux_hidden_state_layers: Sequence[int] | None = None,
         draft_window: DraftWindowSetting = "auto",
         policy: Policy | None = None,

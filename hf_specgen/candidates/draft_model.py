@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from hf_specgen import compat, random_state
-from hf_specgen.candidates.base import Depth, DraftSession, PretrainedCandidates, Tree, vocabulary_size
+from hf_specgen.candidates.base import Depth, DraftSession, PretrainedCandidates, TreeSetting, vocabulary_size
 from hf_specgen.candidates.cross_tokenizer import DraftText, load_tokenizer, retokenized_texts
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_heads import BoundModules
@@ -103,7 +103,7 @@ class DraftModelCandidates(PretrainedCandidates):
         model_or_id: PreTrainedModel | str | os.PathLike[str],
         k: Depth = "auto",
         *,
-        tree: Tree = None,
+        tree: TreeSetting = None,
         confidence_threshold: float = 0.0,
         draft_window: DraftWindowSetting = "auto",
         draft_vocabulary: DraftVocabulary = None,

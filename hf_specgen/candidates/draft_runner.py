@@ -236,7 +236,9 @@ class DraftModelDrafter(Drafter[UncachedText]):
         except ValueError as error:
             remedy = "give another draft, or load it without quantisation"
             raise ValueError(f"the draft model, not the target: {error}; or {remedy}") from error
-        return make_target(TargetRequirements(), model, *prompt, compile=self._draft.compile)
+        runner = make_target(TargetRequirements(), model, *prompt, compile=self._draft.compile)
+        runner.shares_prompts = not self._draft.reads_target  # the target's features are added to all rows
+        return runner
 
     def _without_unknown_ids(self, tokens: Sequence[int]) -> list[int]:
         """Token ids, with 0 for those that the draft model has no embedding of: a target's table may be larger."""

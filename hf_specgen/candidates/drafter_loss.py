@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hf_specgen.call import memory
 from hf_specgen.candidates.draft_batch import DraftBatch
-from hf_specgen.depth.adaptive import FORGETTING, LOSS_PER_STEP, MAX_LOSS, DraftingLoss
+from hf_specgen.depth.adaptive import FORGETTING, LOSS_ALLOWANCE, MAX_LOSS, DraftingLoss
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult, path_of_tokens
 
@@ -30,7 +30,7 @@ class DrafterLoss:
         self._key = ("drafter loss", batch.call.drafting.key, batch.call.temperature)
         # The loss of the last call, without its gains; drafters pause for one step at most before they draft again.
         earlier = memory.recall(self._model, self._key, DraftingLoss)
-        self._loss = DraftingLoss(min(earlier.plain_steps, MAX_DRAFTER_LOSS))
+        self._loss = DraftingLoss(min(earlier.relative_time, MAX_DRAFTER_LOSS))
         # Steps without drafters: their time in units of T(1), and their tokens. One plain step is assumed.
         self._time_without_drafters = 1.0
         self._tokens_without_drafters = 1.0
@@ -38,7 +38,7 @@ class DrafterLoss:
     @property
     def is_too_high(self) -> bool:
         """Whether drafters pause."""
-        return self._loss.plain_steps >= MAX_DRAFTER_LOSS
+        return self._loss.relative_time >= MAX_DRAFTER_LOSS
 
     def observe(
         self, result: VerificationResult, tree_without_pass: DraftTree, tree: DraftTree, passes: Sequence[int]
@@ -64,13 +64,13 @@ class DrafterLoss:
         self._tokens_without_drafters = FORGETTING * self._tokens_without_drafters + tokens
         if not passes:
             if self.is_too_high:
-                self._loss.add(-LOSS_PER_STEP)
+                self._loss.add(-LOSS_ALLOWANCE)
                 memory.store(self._model, self._key, self._loss)
             return 0.0
         seconds = latency.target.seconds_of(rows * (1 + tree.nodes)) + latency.draft.draft_seconds(passes)
         added_tokens = max(0.0, sum(map(len, result.tokens)) / rows - tokens)
         gained = added_tokens * self._time_without_drafters / self._tokens_without_drafters
-        before = self._loss.plain_steps
+        before = self._loss.relative_time
         self._loss.add(seconds / plain - time - gained)
         memory.store(self._model, self._key, self._loss)
-        return max(0.0, self._loss.plain_steps) - max(0.0, before)
+        return max(0.0, self._loss.relative_time) - max(0.0, before)

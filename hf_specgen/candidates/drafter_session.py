@@ -54,7 +54,7 @@ class DrafterSession(DraftSession, Generic[T]):
         self._length_key = "length", batch.call.drafting.key
         if watches_length:
             model = batch.model if batch.call.settings.memory else None
-            self._by_length = memory.recall(model, self._length_key, Counter)
+            self._by_length = Counter(memory.recall(model, self._length_key, Counter))
 
     @property
     def rows_can_change(self) -> bool:
@@ -119,4 +119,4 @@ class DrafterSession(DraftSession, Generic[T]):
         if self._by_length is not None:
             warn_of_length(self._by_length, self.batch.call.drafting.name)
             if self.batch.call.settings.memory:
-                memory.store(self.batch.model, self._length_key, self._by_length)
+                memory.store(self.batch.model, self._length_key, Counter(self._by_length))

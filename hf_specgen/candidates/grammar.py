@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.call import Call
-from hf_specgen.candidates.base import DraftChange, Tree, vocabulary_size
+from hf_specgen.candidates.base import DraftChange, TreeSetting, vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first, draft_rows
 from hf_specgen.candidates.cross_tokenizer import target_tokenizer
 from hf_specgen.candidates.draft_batch import DraftBatch
@@ -49,7 +49,7 @@ def states_of_rows(batch: DraftBatch) -> list[GrammarState]:
     return []
 
 
-def grammar_drafts(batch: DraftBatch, tree: Tree) -> DraftChange | None:
+def grammar_drafts(batch: DraftBatch, tree: TreeSetting) -> DraftChange | None:
     """Drafts with this tree setting that obey the grammar of the call; None if there are none."""
     # An early-exit target has run its first layers on the nodes of a draft: others cannot be added to it.
     if not batch.call.settings.grammar_drafts or isinstance(batch.target, EarlyExitTarget):
@@ -117,7 +117,7 @@ class _Node(NamedTuple):
 class GrammarDrafts:
     """Extends and filters drafts by the grammar of each row, given in its state of the beginning; a `DraftChange`."""
 
-    def __init__(self, batch: DraftBatch, states: Sequence[GrammarState], tree: Tree):
+    def __init__(self, batch: DraftBatch, states: Sequence[GrammarState], tree: TreeSetting):
         texts = _Texts(batch.call)
         self._batch = batch
         self._rows = [_Row(prompt, state, texts) for prompt, state in zip(batch.state.prompts, states, strict=True)]

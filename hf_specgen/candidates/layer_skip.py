@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.base import Depth, DraftSession, PretrainedCandidates, Tree
+from hf_specgen.candidates.base import Depth, DraftSession, PretrainedCandidates, TreeSetting
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_heads import BoundModules
 from hf_specgen.candidates.drafter_session import DrafterSession
@@ -55,7 +55,7 @@ class LayerSkipCandidates(PretrainedCandidates):
         k: Depth = "auto",
         adapter: str | os.PathLike[str] | nn.Module | None = None,
         *,
-        tree: Tree = None,
+        tree: TreeSetting = None,
         policy: Policy | None = None,
     ):
         super().__init__(k, policy, tree=tree, max_k=8)

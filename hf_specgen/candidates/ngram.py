@@ -26,7 +26,7 @@ import numpy as np
 
 from hf_specgen import compat
 from hf_specgen.call import Prediction, memory
-from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, vocabulary_size
+from hf_specgen.candidates.base import Candidates, Depth, DraftSession, TreeSetting, vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits, SearchSession, SearchTree, best_first
 from hf_specgen.candidates.cross_tokenizer import target_tokenizer
 from hf_specgen.candidates.draft_batch import DraftBatch
@@ -101,7 +101,7 @@ class NgramCandidates(Candidates):
         self,
         k: Depth = "auto",
         *,
-        tree: Tree = None,
+        tree: TreeSetting = None,
         min_ngram: int = 1,
         max_ngram: int = MAX_MATCH_LENGTH,
         history: NgramHistory | None = None,
@@ -339,8 +339,8 @@ class MatchOdds:
             if number != FREQUENT:
                 self.new = min(20.0, max(0.05, self.new / change))
 
-    def copy(self) -> MatchOdds:
-        """Odds for another call, which learn independently, with the factor `new` at 1 again."""
+    def for_later_call(self) -> MatchOdds:
+        """Odds that learn independently, with the factor `new` at 1 again."""
         return MatchOdds(self.values)
 
 

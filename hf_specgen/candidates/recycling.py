@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_specgen.call import memory
-from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, vocabulary_size
+from hf_specgen.candidates.base import Candidates, Depth, DraftSession, TreeSetting, vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits, SearchSession, SearchTree, best_first
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.depth import Policy
@@ -85,7 +85,7 @@ class RecyclingCandidates(Candidates):
     negligible_draft_cost = True
     latency_kind = "recycling"
 
-    def __init__(self, k: Depth = "auto", *, tree: Tree = None, policy: Policy | None = None):
+    def __init__(self, k: Depth = "auto", *, tree: TreeSetting = None, policy: Policy | None = None):
         super().__init__(k, policy, tree=tree, max_k=MAX_DEPTH)
 
     def start(self, batch: DraftBatch) -> DraftSession:

@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_specgen import compat, random_state
-from hf_specgen.candidates.base import Depth, DraftSession, PretrainedCandidates, Tree, vocabulary_size
+from hf_specgen.candidates.base import Depth, DraftSession, PretrainedCandidates, TreeSetting, vocabulary_size
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_heads import BoundModules
 from hf_specgen.candidates.drafter_session import DrafterSession
@@ -61,7 +61,9 @@ class UnoCandidates(PretrainedCandidates):
 
     latency_kind = "uno"
 
-    def __init__(self, adapter: str | Path, k: Depth = "auto", *, tree: Tree = None, policy: Policy | None = None):
+    def __init__(
+        self, adapter: str | Path, k: Depth = "auto", *, tree: TreeSetting = None, policy: Policy | None = None
+    ):
         super().__init__(k, policy, tree=tree, max_k=8)
         if not isinstance(adapter, str | Path):
             raise TypeError(f"UnoCandidates takes a folder or a Hub id of an adapter, got {adapter!r:.80}")

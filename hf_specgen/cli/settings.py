@@ -156,7 +156,10 @@ class TrainSettings:
 
     model: Annotated[str, Argument(help="Hub id or folder of the target.")]
     recipe_arguments: Annotated[list[str], Argument(help="Arguments of the recipe, after --.")] = NONE
-    data: Annotated[str, Option(help="Prompts: a .jsonl, .csv or .parquet file, a folder, or a dataset of the Hub.")]
+    data: Annotated[
+        str,
+        Option(help="Prompts: a .jsonl, .jsonl.gz, .json, .csv or .parquet file, a folder, or a dataset of the Hub."),
+    ]
     kind: Annotated[
         Literal["eagle3", "medusa", "dflash", "dspark", "draft", "layer-skip"], Option(help="What to train.")
     ] = "eagle3"

@@ -12,15 +12,16 @@ import torch
 
 from hf_specgen.call import Call, memory
 from hf_specgen.call_statistics import StepRecord
-from hf_specgen.depth.calibrate import DrafterTimer, known_curve, target_curve
+from hf_specgen.depth.calibrate import DrafterTimer, recalled_curve, target_curve
 from hf_specgen.depth.latency import ASSUMED, CostCurve, LatencyModel, StepLatency, assumed_latency, fastest
 from hf_specgen.depth.policy import Policy, PolicySession
 from hf_specgen.depth.step_times import PassTimers, learns_from_steps
 from hf_specgen.targets.target import Target
 
-MAX_LOSS = 1.5  # plain steps that drafting may have lost in a call before it pauses; the text may suit it again later
-MAX_CREDIT = 10.0  # plain steps gained by drafting that are set against later losses
-LOSS_PER_STEP = 0.02  # plain steps that drafting may lose again for every plain step: at most 2% of the time
+# Times in units of T(1), the time of a plain step.
+MAX_LOSS = 1.5  # what drafting may have lost in a call before it pauses; the text may suit it again later
+MAX_GAIN = 10.0  # what drafting has gained that is set against later losses
+LOSS_ALLOWANCE = 0.02  # what drafting may lose again for every plain step: at most 2% of the time
 MAX_PREFILL = 0.08
 """Time that the drafter may take for the prompt, as a fraction of the call's plain steps; above it, it is not used."""
 FORGETTING = 0.9  # factor by which the weight of earlier drafts in the acceptance rate decreases with every draft
@@ -28,13 +29,13 @@ FORGETTING = 0.9  # factor by which the weight of earlier drafts in the acceptan
 
 @dataclass
 class DraftingLoss:
-    """Time that drafting has lost, in plain steps, less what it has gained and what it may lose."""
+    """Time that drafting has lost, in units of T(1), less what it has gained and what it may lose."""
 
-    plain_steps: float = 0.0
+    relative_time: float = 0.0
 
     def add(self, loss: float) -> None:
         """Count a loss."""
-        self.plain_steps = max(self.plain_steps + loss, -MAX_CREDIT)
+        self.relative_time = max(self.relative_time + loss, -MAX_GAIN)
 
     def count(self, latency: StepLatency, rows: int, seconds: float, passes: Sequence[int], emitted: float) -> None:
         """Count a step with a draft: its time, less that of plain steps for as many tokens.
@@ -45,9 +46,9 @@ class DraftingLoss:
         seconds += latency.draft.draft_seconds(passes)
         self.add(seconds / latency.target.seconds_of(rows) - emitted)
 
-    def copy(self) -> DraftingLoss:
-        """What a later call begins with: no credit, as texts differ, and a pause of one step at most."""
-        return DraftingLoss(min(max(self.plain_steps, 0.0), MAX_LOSS))
+    def for_later_call(self) -> DraftingLoss:
+        """No gains, since texts differ, and at most `MAX_LOSS`, so that a later call pauses for one step at most."""
+        return DraftingLoss(min(max(self.relative_time, 0.0), MAX_LOSS))
 
 
 class AdaptiveDepth(Policy):
@@ -58,10 +59,10 @@ class AdaptiveDepth(Policy):
     the drafter has to process before its next draft included. So no call is slower than plain decoding by more than 2%,
     1.5 plain steps and one draft, beside the drafter's prefill; where that takes more than 8% of the plain steps of the
     call, only drafts without a forward pass are made. In a combination the drafters may lose 0.75 plain steps more, see
-    `DrafterLoss`. T(q) of the target and the time of drafting are measured once per
-    model, rows and context (`hf_specgen.depth.calibrate`): by the first steps on a CPU, of which the first one has no
-    draft, on an accelerator in the time of eight to twelve plain steps. All ranks of a tensor-parallel model use the
-    first rank's.
+    `DrafterLoss`. T(q) of the target and the time of drafting are measured once per model, rows and context
+    (`hf_specgen.depth.calibrate`): on a CPU by the first steps, the first of which has no draft, nor has the first with
+    at most half as many rows; on an accelerator in the time of eight to twelve plain steps. All ranks of a
+    tensor-parallel model use the first rank's.
 
     Args:
         latency: a latency model, or a file that `hf-specgen tune` wrote, to use instead; "assumed" for a fixed curve
@@ -145,7 +146,7 @@ class AdaptiveSession(PolicySession):
             self._pass_timers = PassTimers(call)
             self._use(*self._pass_timers.curves)
         elif self._is_measured:
-            self._use_measured(known_curve(call))
+            self._use_measured(recalled_curve(call))
         else:
             latency = policy.latency or assumed_latency(call.state.device)
             self.latency = latency.for_drafter(str(drafting.key[0]), drafting.negligible_draft_cost)
@@ -159,7 +160,7 @@ class AdaptiveSession(PolicySession):
             self._is_alone = self._call.drafting.negligible_draft_cost
         if self._pass_timers is not None:  # in common passes steps of one call time no sizes
             self.latency = self._timer = self._pass_timers = None
-            self._use_measured(known_curve(self._call))
+            self._use_measured(recalled_curve(self._call))
         if self._is_measured:
             self._use_measured(curve)
 
@@ -201,7 +202,7 @@ class AdaptiveSession(PolicySession):
         if self._pauses(rows):
             self._uncached += 1
             calls = 1 + self._call.state.other_rows if self._has_shared_loss else 1  # each of which does this in a step
-            self._loss.add(-LOSS_PER_STEP / calls)
+            self._loss.add(-LOSS_ALLOWANCE / calls)
             return [0] * len(limits)
         depth = self._call.drafting.k if self._call.drafting.adaptive_tree else self._fastest_chain(rows, max(limits))
         return [min(depth, limit) for limit in limits]
@@ -218,7 +219,7 @@ class AdaptiveSession(PolicySession):
 
     def _pauses(self, rows: int) -> bool:
         """Whether drafting has lost too much, counting the drafter's uncached tokens, or its prefill is too slow."""
-        lost = self._loss.plain_steps
+        lost = self._loss.relative_time
         is_free = self._call.drafting.has_negligible_cost_drafts
         if self._has_drafted and not is_free:
             lost += self._uncached_cost(rows)
@@ -248,7 +249,7 @@ class AdaptiveSession(PolicySession):
         # The time of drafting, which the first drafts tell; and whether a T(q) that was measured is too long.
         if self._timer is not None:
             if self._pass_timers is None:
-                self._timer.check(step)
+                self._timer.forget_slow_curve(step)
             if not self._timer.is_known and self._timer.observe(step):
                 self.latency = self._timer.latency()
         if self._has_shared_loss:

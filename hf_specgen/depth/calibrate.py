@@ -34,16 +34,18 @@ from hf_specgen.tree import DraftTree
 T = TypeVar("T")
 QUERIES = (1, 8, 2, 24, 1, 64)  # tokens per row of the timed passes, in this order, as far as there is time for them
 MIN_SECONDS = 1e-9  # of a pass that takes less than a step of the clock: times are divided by each other
+DRAFTS_TIMED = 16  # from which the time of drafting is derived
+DRAFTS_TIMED_ON_CPU = 5
 MAX_PLAIN_STEPS = 8.0
 MAX_PLAIN_STEPS_NEW_SIZE = 12.0
 """Plain steps after which no pass is timed again, and after which no further size is timed. Where T(8) is three plain
 steps, T(24) may be no more, which deep drafts need to know: in the time of eight it would not be measured there."""
 
 
-def known_curve(call: Call) -> CostCurve | None:
+def recalled_curve(call: Call) -> CostCurve | None:
     """T(q) of the target, if an earlier call has measured it for this dtype, device, rows and context.
 
-    The call may have had another model of the same architecture.
+    The call may have had another model of the same architecture, whose curve is then stored for this model too.
     """
     if call.model is None:
         return None
@@ -60,7 +62,7 @@ def model_curve(model: PreTrainedModel) -> CostCurve | None:
     state.append(0, [0])
     call = Call(model, state, GenerationConfig(), settings=CallSettings(compile=False))
     with torch.no_grad():
-        return known_curve(call) or target_curve(call, prefilled_target(model, torch.zeros(1, 8, dtype=torch.long)))
+        return recalled_curve(call) or target_curve(call, prefilled_target(model, torch.zeros(1, 8, dtype=torch.long)))
 
 
 def prefilled_target(model: PreTrainedModel, tokens: torch.Tensor) -> Target:
@@ -109,14 +111,16 @@ def target_curve(call: Call, target: Target) -> CostCurve | None:
     group = lockstep_group(call.model)
     target = target.copy()  # drafters read the hidden states of the prompt of the original
     target.capture_now()
-    return _kept_curve(call, _timed_passes(target, pending, [q for q in QUERIES if q <= longest], group))
+    return _stored_curve(call, _timed_passes(target, pending, [q for q in QUERIES if q <= longest], group))
 
 
-def _kept_curve(call: Call, times: dict[int, float]) -> CostCurve:
+def _stored_curve(call: Call, times: dict[int, float]) -> CostCurve:
     """T(q) from measured times, kept for later calls; sizes beyond the timed ones in proportion to their tokens."""
     points = dict(times)
     earlier: CostCurve | None = memory.recall(call.model, ("delayed", *curve_key(call)), lambda: None)
-    if earlier is not None:  # of which some sizes were delayed, and maybe others now: see `DrafterTimer.check`
+    if (
+        earlier is not None
+    ):  # of which some sizes were delayed, and maybe others now: see `DrafterTimer.forget_slow_curve`
         points = {q: min(seconds, earlier(q)) for q, seconds in times.items()}
     largest = max(points)
     if largest < QUERIES[-1]:
@@ -210,8 +214,8 @@ class DrafterTimer:
         tokens = tuple(float(curve.batch * q) for q in curve.queries)
         return DraftLatency(tokens, tuple(self.fraction * seconds for seconds in curve.seconds))
 
-    def check(self, step: StepRecord) -> None:
-        """Have the next call measure T(q) again, where a pass on a CPU takes less than half of it.
+    def forget_slow_curve(self, step: StepRecord) -> None:
+        """Delete T(q) if a pass on a CPU took less than half of it, so that the next call measures it again.
 
         Other processes then delayed some of the threads of a measured pass, which wait for each other.
         """
@@ -236,9 +240,11 @@ class DrafterTimer:
         curve = self.latency().at(rows, step.context).target
         if self._is_cpu:  # other processes prolong wall times, that of the target's pass alike
             seconds *= curve.seconds_of(rows * step.tokens_per_row) / max(step.seconds["forward"], MIN_SECONDS)
+        # Seconds of the draft over T of its passes, or over T(1) if it has none.
         self._ratios.append(seconds / (sum(map(curve.seconds_of, step.tokens_per_pass)) or curve.seconds[0]))
-        self.is_known = len(self._ratios) == (5 if self._is_cpu else 16)
-        # Nothing is known by the first draft; on a CPU the median of all counts, but not before the last one.
+        self.is_known = len(self._ratios) == (DRAFTS_TIMED_ON_CPU if self._is_cpu else DRAFTS_TIMED)
+        # The first draft includes the prefill. A CPU uses the median once all are timed; an accelerator the minimum so
+        # far, and the median at the end.
         if len(self._ratios) == 1 or (self._is_cpu and not self.is_known):
             return False
         taken = median(self._ratios[1:]) if self.is_known else min(self.fraction, *self._ratios[1:])

@@ -29,12 +29,12 @@ from hf_specgen.depth.latency import CostCurve, interpolate
 SAMPLES = 25
 """Steps of a size that time it; later ones leave T(q) as it is, so that decisions depend on the texts alone. With
 fewer, the sizes whose times happen to be short are preferred for ever."""
-GROUP = 8
-"""Sizes above twice as many are timed in groups of so many, as the multiple that ends the group: trees of all sizes are
-verified, so that a single size rarely comes twice."""
+SIZE_MULTIPLE = 8
+"""Sizes above 16 are rounded up to a multiple of 8: trees of all sizes are verified, so that a single size rarely comes
+twice."""
 CONTRADICTIONS = 3
 """Later steps in a row that take less than half of the median and replace it: other processes delayed the first ones.
-They prove it, since the slowdown has a change of the machine's speed after two steps."""
+A change of the machine's speed does not cause them, since the slowdown includes it after two steps."""
 SAVED = "latency"  # the kind of `saved_results`
 THREAD = "thread"
 """In the seconds of a step: the time of the thread in the pass of the target, which other processes do not prolong."""
@@ -217,10 +217,12 @@ def _raised(curve: CostCurve, largest: int, of_more_rows: CostCurve) -> CostCurv
 def _timed(call: Call, step: StepRecord, batch: int) -> tuple[int, float] | None:
     """Tokens per row of a step's pass and the thread's seconds in it, or None if they tell nothing of T(q)."""
     seconds = step.seconds.get(THREAD, 0.0)
-    size, rest = divmod(step.pass_rows * step.tokens_per_row, batch)
-    is_timed = seconds > 0 and not rest and 1 <= size <= max(QUERIES) and not call.state.other_rows
-    if size > 2 * GROUP:
-        size = -(-size // GROUP) * GROUP
+    size = 1
+    if step.tokens_per_row > 1:  # a few rows less than at first make a size smaller, but never that of a plain step
+        size = max(2, round(step.pass_rows * step.tokens_per_row / batch))
+    if size > 2 * SIZE_MULTIPLE:
+        size = -(-size // SIZE_MULTIPLE) * SIZE_MULTIPLE
+    is_timed = seconds > 0 and size <= max(QUERIES) and not call.state.other_rows
     return (size, seconds) if is_timed else None
 
 

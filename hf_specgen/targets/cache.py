@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, get_layer_types_and_kwargs
 
-from hf_specgen.call import UnrepeatableError
+from hf_specgen.call import UnrepeatableError, UnsupportedModelError
 from hf_specgen.targets.cache_layer import ImageLayer, RaggedLayer
 from hf_specgen.targets.compact_layers import OffloadedLayer, SharedLayer, layer_like
 from hf_specgen.targets.compressed_layer import CompressedLayer
@@ -160,7 +160,7 @@ class RaggedCache(Cache):
         lengths = tuple(lengths)
         current = self.lengths
         if any(state.lengths != current for state in self._states.values() if state.is_initialized):
-            raise ValueError(
+            raise UnsupportedModelError(
                 "its layers cache other columns of a convolution than one for each token, so that those of rejected "
                 "draft tokens cannot be removed"
             )

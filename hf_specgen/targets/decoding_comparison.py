@@ -10,6 +10,7 @@ are more wrong tokens, since hooks may treat passes over several tokens differen
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,11 +18,12 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_specgen import compat
+from hf_specgen.call import UnsupportedModelError
 from hf_specgen.random_state import RandomOperations, global_generator
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.exact_arithmetic import HALF, ExactArithmetic
 from hf_specgen.targets.fingerprint import matmul_precision
-from hf_specgen.targets.hooks import WatchedHooks
+from hf_specgen.targets.hooks import WatchedHooks, package_of
 from hf_specgen.targets.inputs import PreparedCall
 from hf_specgen.targets.requirements import TargetRequirements, make_target
 from hf_specgen.targets.support import is_rounding, largest_differences
@@ -101,7 +103,14 @@ def compare(call: PreparedCall, exit_layer: int | None, precision: torch.dtype) 
     requirements = TargetRequirements(exit_layer=exit_layer)
     kwargs = {**model_kwargs, compat.CACHE: _copied_cache(model_kwargs)}
     target = make_target(requirements, model, input_ids, config, kwargs)
-    drafted = [logits.to(plain[0]) for logits in _decode_drafts(target, tokens)]
+    try:
+        drafted = [logits.to(plain[0]) for logits in _decode_drafts(target, tokens)]
+    except (AssertionError, AttributeError, IndexError, NotImplementedError, TypeError) as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if package_of(frame.f_globals.get("__name__", "")) == package_of(__name__):
+            raise  # no fault of the model
+        reason = f"its forward pass takes no draft tokens ({type(error).__name__}: {error})"
+        raise UnsupportedModelError(reason) from error
     if not all(logits.amax(dim=-1).isfinite().all() for logits in plain):
         raise UndecidedError
     errors = largest_differences(torch.cat(plain), torch.cat(drafted))

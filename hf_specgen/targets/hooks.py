@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
+from hf_specgen.targets.attention import registered_attention
 
 PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
 SETTING_TYPES = PLAIN_TYPES | {list, tuple}
@@ -80,12 +81,21 @@ def foreign_hooks(hooks: Mapping[int, Any]) -> dict[int, Any]:
 
 
 def treats_rows_alike(model: nn.Module) -> bool:
-    """Whether a model has no hook, replaced `forward` or class of a user, which may hold something for each row."""
+    """Whether a model has no hook, function or class of a user, which may hold something for each row."""
+    packages = {*LIBRARIES, *QUANTIZERS}
     for module in model.modules():
         is_changed = not all(map(_is_of_accelerate, changed_functions(module)))
-        if is_changed or package_of(type(module).__module__) not in (*LIBRARIES, *QUANTIZERS):
+        sources = {package_of(type(module).__module__), package_of(type(module).forward.__module__)}
+        if is_changed or not sources <= packages:
             return False
-    return not compat.global_hooks()
+    return not compat.global_hooks() and package_of(getattr(_attention(model), "__module__", "")) in packages
+
+
+def _attention(model: nn.Module) -> Any:
+    """The registered attention function of a model; something of this package if it has none."""
+    config = getattr(model, "config", None)
+    implementation = None if config is None else compat.attention_implementation(config.get_text_config())
+    return registered_attention(implementation or "") or registered_attention
 
 
 def _is_of_accelerate(function: Any) -> bool:

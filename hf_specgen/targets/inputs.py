@@ -16,6 +16,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Quanti
 from transformers.cache_utils import Cache, QuantizedLayer, StaticLayer
 
 from hf_specgen import compat
+from hf_specgen.call import UnsupportedModelError
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache
 from hf_specgen.targets.hooks import treats_rows_alike
 from hf_specgen.targets.masks import mask_of_images
@@ -118,30 +119,43 @@ class CallInputs:
         is_text = self._axes is None and self._kwargs.get("inputs_embeds") is None
         if batch == 1 or not is_text or accompanying_inputs(self._kwargs) or {*map(torch.Tensor.dim, by_token)} != {2}:
             return None
-        rows = list(map(tuple, torch.cat([values.expand(batch, -1) for values in by_token], dim=1).tolist()))
+        # Of each tensor by itself: in one tensor a mask in half precision would round the token ids.
+        rows = list(zip(*(map(tuple, values.expand(batch, -1).tolist()) for values in by_token), strict=True))
         index = {row: number for number, row in enumerate(dict.fromkeys(rows))}
-        if len(index) == batch or not self._treats_rows_alike:
+        if len(index) == batch or not self._treats_rows_alike or compat.replaced_methods(self._model):
+            return None
+        if len(index) == 1 and not self._is_unpadded(*given):
             return None
         return [rows.index(row) for row in index], [index[row] for row in rows]
 
-    def prefill(self, cache: Any) -> torch.Tensor:
-        """The logits of a pass over the prompt; raises if it caches more positions than the prompt has, or none.
+    def _is_unpadded(self, mask: torch.Tensor | None, positions: torch.Tensor | None) -> bool:
+        """Whether the prompt has neither padding nor gaps, which some layers treat otherwise in a single row."""
+        is_consecutive = positions is None or bool((positions.diff(dim=-1) == 1).all())
+        return is_consecutive and (mask is None or bool((mask != 0).all()))
 
-        The samples of a group, or of a batch with repeated prompts, are prefilled once for each different prompt.
+    def prefill(self, cache: Any, shares_prompts: bool = True) -> torch.Tensor:
+        """The logits after the prompt, `[batch, 1, vocab]`; raises if it caches more positions than that has, or none.
+
+        With `shares_prompts` the samples of a group, or of a batch with repeated prompts, are prefilled once for each
+        different prompt.
         """
         before = cache.get_seq_length()
         tokens = prompt_columns(self._input_ids, self._kwargs)
         input_ids = self._input_ids
         kwargs = {**self._kwargs, compat.CACHE: cache}
-        if self._equal_prompts is not None and not before and cache.is_plain:
+        self.prefill_rows = None
+        if shares_prompts and self._equal_prompts is not None and cache.is_plain and not cache.is_initialized:
             first, self.prefill_rows = self._equal_prompts
             input_ids = input_ids[first]
             for name in self._names.values():
                 if isinstance(values := kwargs.get(name), torch.Tensor) and len(values) == len(self._input_ids):
                     kwargs[name] = values[first]
         outputs = compat.prefill(self._model, input_ids, self._config, kwargs)
-        if not 0 < (positions := cache.get_seq_length() - before) <= tokens:
-            raise ValueError(
+        positions = cache.get_seq_length() - before
+        if positions <= 0:
+            raise UnsupportedModelError("the model writes no keys and values of its text into the cache")
+        if positions > tokens:
+            raise UnsupportedModelError(
                 f"the model cached {positions} positions for a prompt of {tokens} tokens; models that add "
                 "positions of their own (images without placeholders, prefix or prompt tuning) do not work with "
                 "candidate_generator="
@@ -150,7 +164,7 @@ class CallInputs:
             cache.check_pass()  # which selecting rows would hide
             cache.batch_select_indices(torch.tensor(self.prefill_rows))
         self._others = self._other_arguments(cache)
-        return self.by_row(outputs.logits)
+        return self.by_row(cast(torch.Tensor, outputs.logits)[:, -1:])
 
     def by_row(self, values: torch.Tensor) -> torch.Tensor:
         """Values of the prefill, `[prompts, …]`, as `[batch, …]`."""

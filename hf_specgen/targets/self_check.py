@@ -27,6 +27,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat, saved_results
+from hf_specgen.call import UnsupportedModelError
 from hf_specgen.targets.decoding_comparison import IN_TRAINING, STEPS, UndecidedError, find_difference
 from hf_specgen.targets.early_exit import divisible_layers
 from hf_specgen.targets.fingerprint import computation, matmul_precision, weights_sample
@@ -164,7 +165,7 @@ class SelfCheck:
             # Where rows differ: does the model itself fail, or only rows of different lengths? One that has something
             # for each of several rows may fail because there is a single row.
             alone = self._run(Trial((1,), lambda: self._short_text(1, is_padded=False)))
-            if alone is not None and (alike or rows == 1 or alone.cause is None):
+            if alone is not None and (alike or rows == 1 or isinstance(alone.cause, UnsupportedModelError | None)):
                 problem = alone
         if problem is None and inputs:
             problem = self._run(Trial((inputs,), lambda: call))
@@ -202,6 +203,9 @@ class SelfCheck:
             return None
         except torch.OutOfMemoryError:
             raise
+        except UnsupportedModelError as error:
+            difference = str(error)
+            cause = error
         except Exception as error:
             difference = f"a trial run failed ({type(error).__name__}: {error})"
             cause = error

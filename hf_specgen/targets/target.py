@@ -56,6 +56,8 @@ class Target:
 
     max_row_skew: float = float("inf")
     """How many tokens a row may be ahead of the slowest row."""
+    shares_prompts: bool = True
+    """Whether rows with equal prompts may be prefilled once."""
     has_recurrent_state: bool = False
     """Whether the model has a recurrent state; valid after the prefill."""
 
@@ -125,7 +127,7 @@ class Target:
 
     def prefill(self) -> torch.Tensor:
         """Run the model on the prompt; returns the logits after its last token, `[batch, 1, vocab]`."""
-        logits = self._inputs.prefill(self._model_cache)[:, -1:]
+        logits = self._inputs.prefill(self._model_cache, self.shares_prompts)
         self.cache.check_pass()
         slots = self.cache.lengths
         self._layout.place_prompt(slots, self.first_positions)

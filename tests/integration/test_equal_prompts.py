@@ -4,12 +4,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, GenerationConfig, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.models.llama.modeling_llama import LlamaAttention
 
-from hf_specgen import NgramCandidates
+from hf_specgen import AutoCandidates, NgramCandidates, compat
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.inputs import PreparedCall
+from tests.fuzz.models import tiny_model
 from tests.helpers import assert_same_tokens, fresh_model, prompts
+from tests.helpers.head_fixtures import FIXTURES
+from tests.helpers.models import small_llama
 from tests.helpers.strategies import STRATEGIES, make
 
 LAYERS = (0, 1, -1)
@@ -55,6 +61,92 @@ def test_rows_that_differ_in_anything_are_prefilled_apart() -> None:
     mask[1, :2] = 0
     assert prefilled(model, {"input_ids": ids, "attention_mask": mask})[0]._inputs.prefill_rows is None
     assert prefilled(model, repeated([0, 1, 2]))[0]._inputs.prefill_rows is None
+
+
+def replaced_preparation(model: Any, _: pytest.MonkeyPatch) -> None:
+    model.prepare_inputs_for_generation = lambda ids, **kwargs: type(model).prepare_inputs_for_generation(
+        model, ids, **kwargs
+    )
+
+
+def replaced_forward_of_the_class(model: Any, patch: pytest.MonkeyPatch) -> None:
+    original = LlamaAttention.forward
+    patch.setattr(LlamaAttention, "forward", lambda *args, **kwargs: original(*args, **kwargs))
+
+
+def registered_attention(model: Any, _: pytest.MonkeyPatch) -> None:
+    AttentionInterface.register("of_a_user", lambda *args, **kwargs: sdpa_attention_forward(*args, **kwargs))
+    AttentionMaskInterface.register("of_a_user", sdpa_mask)
+    model.set_attn_implementation("of_a_user")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", [replaced_preparation, replaced_forward_of_the_class, registered_attention])
+def test_rows_are_prefilled_apart_where_a_function_may_hold_something_for_each(
+    change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: positions, or a steering vector, of the first row for all rows with its prompt."""
+    model = fresh_model("llama")
+    change(model, monkeypatch)
+    assert prefilled(model, repeated([0, 0, 1]))[0]._inputs.prefill_rows is None
+
+
+@torch.no_grad()
+def test_token_ids_are_compared_exactly() -> None:
+    """Would catch: ids that are rounded to those of another prompt, as beside a mask in half precision."""
+    ids = torch.tensor([[0, 1000, 7], [0, 1001, 7]])
+    mask = torch.tensor([[0, 1, 1]] * 2).bfloat16()
+    model = small_llama(2000, seed=0)
+    given = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(ids, **given)
+    assert torch.equal(plain, model.generate(ids, **given, candidate_generator=NgramCandidates()))
+
+
+@torch.no_grad()
+def test_samples_of_a_padded_prompt_are_prefilled_apart() -> None:
+    """Would catch: padding that a layer leaves in a single row, as kernels for packed sequences may."""
+    model = fresh_model("llama")
+    text = {"input_ids": torch.tensor([[0, 5, 6]] * 2), "attention_mask": torch.tensor([[0, 1, 1]] * 2)}
+    assert prefilled(model, text)[0]._inputs.prefill_rows is None
+
+
+@pytest.mark.parametrize("kind", ["chunks", "cleared"])
+def test_static_cache_that_was_made_for_all_rows_same_tokens(kind: str) -> None:
+    """Would catch: a prompt prefilled in one row into a cache that has several."""
+    model = fresh_model("llama")
+    text = repeated([1, 1, 1])
+    given: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    if kind == "chunks":
+        given |= {"cache_implementation": "static", "prefill_chunk_size": 2}
+    plain = model.generate(**text, **given)
+    if kind == "cleared":
+        cache = StaticCache(model.config, max_cache_len=64)
+        model.generate(**text, **{compat.CACHE: cache}, **given)
+        cache.reset()
+        given[compat.CACHE] = cache
+    assert torch.equal(plain, model.generate(**text, **given, candidate_generator=NgramCandidates(k=3)))
+
+
+def test_equal_turns_after_states_of_different_texts_same_tokens() -> None:
+    """Would catch: a cache of states alone, which has no length, taken for an empty one."""
+    model = tiny_model("mamba")
+    first: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    texts = torch.tensor([[5, 6, 7, 8], [9, 3, 4, 2]])
+    tokens = []
+    for strategy in ({}, {"candidate_generator": NgramCandidates(k=3)}):
+        first[compat.CACHE] = DynamicCache(config=model.config)
+        cache = model.generate(texts, **first).past_key_values
+        turn = torch.cat([texts, texts, torch.tensor([[5, 6]] * 2)], dim=1)
+        given = {compat.CACHE: cache, "max_new_tokens": 4, "do_sample": False}
+        tokens.append(model.generate(turn, **given, **strategy))
+    assert torch.equal(*tokens)
+
+
+def test_draft_model_that_reads_the_target_same_tokens() -> None:
+    """Would catch: features of all rows added to the embeddings of one row for each prompt."""
+    fixture = FIXTURES["pard2_llama"]
+    strategy = AutoCandidates.from_pretrained(fixture.head_folder, k=5)
+    assert_same_tokens(fixture.target, repeated([1, 1, 0]), strategy, max_new_tokens=12, do_sample=False)
 
 
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8}])

@@ -24,6 +24,7 @@ from hf_specgen import (
     NgramCandidates,
     RecyclingCandidates,
     attached,
+    compat,
 )
 from hf_specgen.targets.requirements import TargetRequirements
 from tests.checkpoints.cases import build
@@ -434,3 +435,33 @@ def test_draft_that_the_check_refuses_is_not_taken_for_the_target() -> None:
     draft.lm_head.register_forward_hook(lambda module, inputs, output: output * torch.rand(99) * output.shape[1])
     with pytest.raises(ValueError, match=r"the draft model, not the target: .*load it without quantisation"):
         fresh_model("llama").generate(**prompts(1), max_new_tokens=4, candidate_generator=DraftModelCandidates(draft))
+
+
+class OneTokenAPass(LlamaForCausalLM):
+    """Takes one token a pass after the prompt, as ProphetNet does."""
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        if input_ids.shape[1] > 1 and kwargs[compat.CACHE].get_seq_length():
+            raise NotImplementedError("one token a pass")
+        return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+
+
+class WithoutCache(LlamaForCausalLM):
+    """Writes nothing into the cache, as OpenAI GPT does."""
+
+    def forward(self, position_ids: Any = None, **kwargs: Any) -> Any:
+        return super().forward(position_ids=position_ids, **{**kwargs, "use_cache": False, compat.CACHE: None})
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (OneTokenAPass, r"its forward pass takes no draft tokens \(NotImplementedError: one token a pass\)"),
+        (WithoutCache, "the model writes no keys and values of its text into the cache"),
+    ],
+)
+def test_reason_names_what_the_model_does(kind: Any, reason: str) -> None:
+    """Would catch: a refusal whose only reason is that a trial run failed."""
+    model = kind(fresh_model("llama").config).eval()
+    with pytest.raises(ValueError, match=f"cannot verify draft tokens: {reason}"):
+        model.generate(**prompts(1), max_new_tokens=8, candidate_generator=NgramCandidates())

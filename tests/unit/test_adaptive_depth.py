@@ -9,7 +9,7 @@ import pytest
 from hf_specgen.call import memory
 from hf_specgen.call_statistics import RowStep, StepRecord
 from hf_specgen.depth import AdaptiveDepth, Bucket, CostCurve, DraftLatency, LatencyModel
-from hf_specgen.depth.adaptive import LOSS_PER_STEP, MAX_LOSS, DraftingLoss, SharedDepth
+from hf_specgen.depth.adaptive import LOSS_ALLOWANCE, MAX_LOSS, DraftingLoss, SharedDepth
 from tests.helpers.depth import Model, depth_call, run
 
 FLAT = LatencyModel.from_curves(CostCurve((1, 32), (1.0, 1.02), 256, 1))
@@ -27,7 +27,7 @@ def test_adaptive_depth_uses_what_is_faster_and_loses_at_most_what_it_promises(l
         depths.append(depth)
         lost += target.relative(1 + depth) - 1 - min(depth, accepted)
         most = max(most, target.relative(1 + depth))
-        assert lost <= MAX_LOSS + LOSS_PER_STEP * step + most
+        assert lost <= MAX_LOSS + LOSS_ALLOWANCE * step + most
     cost = sum(target.relative(1 + depth) for depth in depths[100:])
     tokens = sum(1 + min(depth, accepted) for depth in depths[100:])
     assert tokens / cost > 0.97

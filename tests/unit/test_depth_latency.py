@@ -287,10 +287,10 @@ def test_target_curve_that_was_delayed_is_measured_again(clock: Clock) -> None:
     memory.store(call.model, key, delayed)
     timer = calibrate.DrafterTimer(call, delayed)
     for tokens, seconds in ((8, 0.05), (8, 0.021), (64, 0.001), (1, 0.06)):
-        timer.check(StepRecord([7], [RowStep(7, 7, 0, 1)], tokens, {"forward": seconds}, (), 8))
-        assert calibrate.known_curve(call) == delayed, "no proof: at least half of the time, or another size"
-    timer.check(StepRecord([7], [RowStep(7, 7, 0, 1)], 8, {"forward": 0.019}, (), 8))
-    assert calibrate.known_curve(call) is None
+        timer.forget_slow_curve(StepRecord([7], [RowStep(7, 7, 0, 1)], tokens, {"forward": seconds}, (), 8))
+        assert calibrate.recalled_curve(call) == delayed, "no proof: at least half of the time, or another size"
+    timer.forget_slow_curve(StepRecord([7], [RowStep(7, 7, 0, 1)], 8, {"forward": 0.019}, (), 8))
+    assert calibrate.recalled_curve(call) is None
     target = Target(clock, lambda q: 0.05)
     curve = calibrate.target_curve(call, target)
     assert curve is not None and curve(1) == pytest.approx(0.05) and curve(8) == pytest.approx(0.04)

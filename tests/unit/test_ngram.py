@@ -100,7 +100,9 @@ def test_observe_rejections_make_the_class_less_likely() -> None:
     session.draft([1])
     [(tried, _, _)] = outcomes(session._trees[0], [9], session._odds)
     session.observe(VerificationResult([[]], [[9]], [0]))
-    assert session._odds.new > 1 == session._odds.copy().new, "in this call alone other tokens are more likely"
+    assert session._odds.new > 1 == session._odds.for_later_call().new, (
+        "in this call alone other tokens are more likely"
+    )
     odds = zip(session._odds.values, PRIOR_ODDS, strict=True)
     changed = [place for place, (new, old) in enumerate(odds) if new != old]
     assert changed == [tried] and session._odds.values[tried] < PRIOR_ODDS[tried]
@@ -112,7 +114,7 @@ def test_observe_of_equal_outcomes_keeps_odds_within_a_factor_of_the_prior(accep
     odds, place = MatchOdds(), match_class(OWN, 3)
     odds.observe([(place, 0.5, accepted)] * 1000)
     assert odds.values[place] == pytest.approx(PRIOR_ODDS[place] * (20 if accepted else 1 / 20))
-    assert odds.copy().values == odds.values
+    assert odds.for_later_call().values == odds.values
 
 
 @pytest.mark.parametrize(("accepted", "shorter"), [(0, True), (3, False)])
