@@ -95,7 +95,7 @@ def lm_eval(context: typer.Context) -> None:
         except ImportError as error:
             if not str(error.name).startswith("lm_eval"):
                 raise
-            raise ImportError("this needs lm-evaluation-harness: pip install lm-eval") from None
+            raise ImportError("this needs lm-evaluation-harness: pip install 'lm-eval[hf]'") from None
     harness.run(model, context.args)
 
 
