@@ -110,7 +110,7 @@ class DraftLatency:
 
     tokens: tuple[float, ...] = (1,)  # of forward passes of the drafter, all rows together
     seconds: tuple[float, ...] = (0.0,)  # of each of these passes
-    overhead: float = 0.0  # seconds of any draft, empty or not; includes heads that run once per draft
+    overhead: float = 0.0  # seconds of any draft, empty or not
 
     def __post_init__(self) -> None:
         _check_curve(self.tokens, self.seconds)

@@ -190,10 +190,7 @@ class MedusaDrafter(Drafter[StateText]):
 
     def take(self, max_depths: Sequence[int]) -> StateText | None:
         """The state and the last token of each row."""
-        text = self._source.take(max_depths)
-        if text is None or not self.is_one_pass:
-            return text
-        return text._replace(tokens_per_pass=())  # all heads run once in a draft: that is its overhead
+        return self._source.take(max_depths)
 
     def forward_text(self, text: StateText) -> torch.Tensor:
         """`[batch, vocab]` the logits of head 0, from each row's hidden state and last token, if it reads that."""

@@ -1,15 +1,24 @@
 """The figures of `.speculation`, on cases that can be checked by hand."""
 
 import json
+import time
 from typing import Any
 
 import pytest
 
-from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, NgramCandidates
+from hf_specgen import (
+    Candidates,
+    CombinedCandidates,
+    DraftModelCandidates,
+    LayerSkipCandidates,
+    MedusaCandidates,
+    NgramCandidates,
+)
 from hf_specgen.call_statistics import RowStep, Statistics
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 from tests.helpers import prompts, tiny_model
+from tests.helpers.medusa import random_heads
 from tests.helpers.models import recorded_inputs
 from tests.helpers.policies import AfterPlainSteps
 
@@ -140,6 +149,28 @@ def test_layer_skip_passes_count_the_early_passes() -> None:
     statistics = speculate(tiny_model("llama"), LayerSkipCandidates(exit_layer=1, k=2))
     steps = statistics.rows[0]
     assert [len(step.tokens_per_pass) for step in statistics.batch_steps[1:]] == [step.depth for step in steps[1:]]
+
+
+@pytest.mark.parametrize("is_combined", [False, True])
+def test_medusa_heads_are_one_pass_of_a_draft_and_pause_where_it_takes_long(is_combined: bool) -> None:
+    """Would catch: heads that count as free, so that they draft in every step though hardly any token is accepted."""
+    model = tiny_model("llama")
+    heads = random_heads(model)
+    calls = 0
+
+    def slow(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        time.sleep(0.03)
+
+    for block in heads.blocks:
+        block.register_forward_hook(slow)
+    medusa = MedusaCandidates(heads)
+    candidates = CombinedCandidates([NgramCandidates(), medusa]) if is_combined else medusa
+    model.generate(**prompts(1), max_new_tokens=60, eos_token_id=None, candidate_generator=candidates)
+    assert candidates.speculation is not None
+    assert {len(step.tokens_per_pass) for step in candidates.speculation.batch_steps} == {0, 1}
+    assert calls <= 12 * len(heads.blocks), "in up to 60 steps"
 
 
 def test_plain_step_has_no_drafter_passes() -> None:
