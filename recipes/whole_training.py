@@ -23,7 +23,7 @@ from arguments import differences, parse, preset
 from conversations import ChatFormat, read_rows
 from hf_specgen.candidates import CombinedCandidates
 from hf_specgen.cli.checkpoints import without_weights
-from hf_specgen.cli.doctor import ranking
+from hf_specgen.cli.doctor import judge, line, ranking
 from hf_specgen.cli.generate import write_rows
 from hf_specgen.cli.settings import TrainSettings
 from hf_specgen.evaluation import workloads
@@ -188,6 +188,8 @@ class Training:
                 pass
         trained = next(each for each in reversed(strategies) if not isinstance(each.candidates, CombinedCandidates))
         self.console.print(ranking(measured, f"{len(rows)} held-out prompts, greedy"))
+        for finding in judge(measured, [variant.name for variant in variants], model.dtype == torch.float32):
+            self.console.print(line(finding), highlight=False)
         self.console.print(
             f"model.generate(**inputs, candidate_generator={trained.code})", highlight=False, soft_wrap=True
         )

@@ -16,7 +16,7 @@ from rich.text import Text
 from hf_specgen.candidates.combined import AUTO
 from hf_specgen.cli.chat import ACCEPTED, AnswerWriter
 from hf_specgen.cli.checkpoints import BAD
-from hf_specgen.cli.doctor import SIGNS, judge, ranking, recommend, verification_cost
+from hf_specgen.cli.doctor import judge, line, ranking, recommend, verification_cost
 from hf_specgen.cli.settings import DemoSettings, terminal
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.cost import measure_cost_curve
@@ -146,8 +146,7 @@ class Demo:
         curve = measure_cost_curve(self.model, (1, 2, 4, 8, 16), context=128, repeats=2)
         findings = [*judge(measured, ours, exact=self.model.dtype == torch.float32), verification_cost(curve)]
         for finding in findings:
-            meaning = f"; {finding.meaning}" if finding.meaning else ""
-            self.console.print(f"{SIGNS[finding.result]} {finding.found}{meaning}", highlight=False)
+            self.console.print(line(finding), highlight=False)
         self.console.print(
             f"[dim][{ACCEPTED}]Accepted draft tokens[/] are coloured. Intervals: 95%, over the tasks. All variants run "
             "eagerly, none with prepacked weights.[/]"

@@ -218,6 +218,12 @@ def verification_cost(curve: CostCurve) -> Finding:
     return Finding("verification", GOOD if acceptance <= 0.5 else WARNING, found, meaning)
 
 
+def line(finding: Finding) -> str:
+    """A finding in one line of markup."""
+    meaning = f"; {finding.meaning}" if finding.meaning else ""
+    return f"{SIGNS[finding.result]} {finding.found}{meaning}"
+
+
 def note(speed: Interval, counts: Statistics) -> str:
     """Why a strategy is not clearly faster than plain `generate`; empty if it is."""
     if speed.low > 1:

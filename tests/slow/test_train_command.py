@@ -57,6 +57,8 @@ def test_train_makes_a_drafter(folder: Path, prompt_file: Path, tmp_path: Path, 
     output = tmp_path / "head"
     printed = run(*command(folder, prompt_file, output, kind))
     assert "1. 16 answers of up to 6 tokens" in printed and "tokens per step" in printed and "n-grams" in printed
+    words = " ".join(printed.split())
+    assert "answers differ from plain generate" in words or "are those of plain generate" in words
     assert printed.endswith(f"candidate_generator=AutoCandidates.from_pretrained('{output}'))")
     target: Any = AutoModelForCausalLM.from_pretrained(folder / "target")
     ids = torch.arange(5, 14)[None]
