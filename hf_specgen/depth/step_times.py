@@ -32,6 +32,7 @@ fewer, the sizes whose times happen to be short are preferred for ever."""
 SIZE_MULTIPLE = 8
 """Sizes above 16 are rounded up to a multiple of 8: trees of all sizes are verified, so that a single size rarely comes
 twice."""
+ARITHMETIC = 64  # tokens of a pass from which on its time is assumed to grow in proportion
 CONTRADICTIONS = 3
 """Later steps in a row that take less than half of the median and replace it: other processes delayed the first ones.
 A change of the machine's speed does not cause them, since the slowdown includes it after two steps."""
@@ -120,7 +121,8 @@ class StepTimes:
         """The curve through timed sizes; larger ones are assumed to be as fast as is plausible, so that they are tried.
 
         Before any other size than 1 is timed, 8 tokens take ⁴√8 times T(1). Sizes beyond the largest timed one lie on
-        the line through T(1) and that size, but below √q.
+        the line through T(1) and that size, but below √q, and from 64 tokens of all rows together on below q: passes
+        over so many tokens are limited by arithmetic.
         """
         points = dict(points)
         largest = max(points)
@@ -131,7 +133,10 @@ class StepTimes:
         for size in sorted(QUERIES):
             if size > largest:
                 on_line = points[largest] + slope * (size - largest)
-                points[size] = min(on_line, points[largest] * sqrt(size / largest))
+                tokens, timed_tokens = self.batch * size, self.batch * largest
+                growth = sqrt(min(tokens, ARITHMETIC) / min(timed_tokens, ARITHMETIC))
+                growth *= max(tokens, ARITHMETIC) / max(timed_tokens, ARITHMETIC)
+                points[size] = min(on_line, points[largest] * growth)
         sizes = tuple(sorted(points))
         return CostCurve(sizes, tuple(points[size] for size in sizes), self.context, self.batch)
 

@@ -27,6 +27,8 @@ LIBRARIES = ("torch", "transformers", "transformers_modules", "peft", "accelerat
 """Packages whose modules have their settings in plain attributes, and whose functions refer to no other settings."""
 QUANTIZERS = ("bitsandbytes", "torchao", "compressed_tensors", "gptqmodel", "auto_gptq", "awq", "hqq", "optimum")
 """Packages of quantised layers, which treat each row alike."""
+TRAINERS = ("accelerate", "trl")
+"""Packages whose hooks and replaced `forward`s move tensors, or compute what training needs, of all rows alike."""
 MAX_VALUES = 64
 """Values that are read of a hook's variables; a longer collection holds recorded data, and no settings."""
 
@@ -67,9 +69,19 @@ def changed_functions(module: nn.Module) -> Iterator[Any]:
     """The hooks of a module that are not this package's, and its `forward` if it is not that of its class."""
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         yield from foreign_hooks(getattr(module, name)).values()
-    attributes = own_attributes(module)
-    if "forward" in attributes:
-        yield attributes["forward"]
+    forward = own_attributes(module).get("forward")
+    if forward is not None and not _is_of_class(forward, module):
+        yield forward
+
+
+def _is_of_class(forward: Any, module: nn.Module) -> bool:
+    """Whether a `forward` is that of the module's class, which Accelerate puts back without its decorators."""
+    if getattr(forward, "__self__", None) is not module:
+        return False
+    function: Any = type(module).forward
+    while function is not forward.__func__ and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function is forward.__func__
 
 
 def foreign_hooks(hooks: Mapping[int, Any]) -> dict[int, Any]:
@@ -84,7 +96,7 @@ def treats_rows_alike(model: nn.Module) -> bool:
     """Whether a model has no hook, function or class of a user, which may hold something for each row."""
     packages = {*LIBRARIES, *QUANTIZERS}
     for module in model.modules():
-        is_changed = not all(map(_is_of_accelerate, changed_functions(module)))
+        is_changed = not all(map(_hands_on, changed_functions(module)))
         sources = {package_of(type(module).__module__), package_of(type(module).forward.__module__)}
         if is_changed or not sources <= packages:
             return False
@@ -98,8 +110,12 @@ def _attention(model: nn.Module) -> Any:
     return registered_attention(implementation or "") or registered_attention
 
 
-def _is_of_accelerate(function: Any) -> bool:
-    return package_of(getattr(getattr(function, "func", function), "__module__", "")) == "accelerate"
+def _hands_on(function: Any) -> bool:
+    """Whether a hook or replaced `forward` is of a library whose functions do the same to all rows."""
+    function = getattr(function, "func", function)  # of a partial function
+    function = getattr(function, "__func__", function)  # of a bound method
+    defined_in = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", "")
+    return package_of(str(defined_in)) in TRAINERS
 
 
 def function_state(function: Any) -> tuple[Hashable, ...]:
@@ -208,7 +224,7 @@ class WatchedHooks:
             for registry in (module._forward_hooks, module._forward_pre_hooks):
                 self._watched += [(registry, number, hook) for number, hook in foreign_hooks(registry).items()]
             attributes = own_attributes(module)
-            if "forward" in attributes and not _is_of_accelerate(attributes["forward"]):  # which keeps no state
+            if "forward" in attributes and not _hands_on(attributes["forward"]):  # which keeps no state
                 self._watched.append((attributes, "forward", attributes["forward"]))
 
     def __enter__(self) -> WatchedHooks:

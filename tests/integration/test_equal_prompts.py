@@ -1,5 +1,7 @@
 """Rows with equal prompts, as the samples of a group: prefilled once, with the states and tokens of rows alone."""
 
+import inspect
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -168,3 +170,17 @@ def test_samples_of_a_group_same_tokens_and_cache() -> None:
     assert torch.equal(plain.sequences, ours.sequences)
     for layer, other in zip(plain.past_key_values.layers, ours.past_key_values.layers, strict=True):
         torch.testing.assert_close(layer.keys, other.keys)
+
+
+@torch.no_grad()
+def test_forward_that_a_trainer_replaces_shares_prompts() -> None:
+    """Would catch: rollouts of TRL, or after mixed precision of Accelerate, that compute each row and drop none."""
+    model = fresh_model("llama")
+    original = model.forward
+    trainers = {"__name__": "trl.trainer.utils", "original": original}
+    exec("def forward(self, *args, **kwargs): return original(*args, **kwargs)", trainers)
+    for replaced in (trainers["forward"], inspect.unwrap(type(model).forward)):
+        model.forward = MethodType(replaced, model)
+        assert prefilled(model, repeated([0, 0, 1]))[0]._inputs.prefill_rows == [0, 0, 1]
+    model.forward = lambda *args, **kwargs: original(*args, **kwargs)
+    assert prefilled(model, repeated([0, 0, 1]))[0]._inputs.prefill_rows is None

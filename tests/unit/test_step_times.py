@@ -78,6 +78,14 @@ def test_sizes_without_a_time_are_assumed_to_be_fast() -> None:
     assert slow(24) == pytest.approx(slow(8) * 3**0.5)
 
 
+def test_many_tokens_of_all_rows_are_assumed_to_take_time_in_proportion() -> None:
+    """Would catch: a first call with 64 draft tokens for each of eight rows, which takes fourteen plain steps."""
+    one_row = StepTimes({1: (1.0,), 2: (1.25, 1.25)}, 8, 1).curve
+    eight_rows = StepTimes({1: (1.0,), 2: (1.25, 1.25)}, 8, 8).curve
+    assert one_row(64) < 7 and eight_rows(64) > 13
+    assert eight_rows(8) == pytest.approx(one_row(8)), "64 tokens of all rows"
+
+
 def test_time_that_other_sizes_let_expect_is_one_sample() -> None:
     """Would catch: a size that is chosen for ever because its first times happened to be short."""
     between = StepTimes({1: (1.0,), 4: (1.0, 1.0), 8: (3.0, 3.0), 6: (0.5,)}, 8, 1).curve
