@@ -15,11 +15,12 @@ from matplotlib.ticker import MaxNLocator
 
 from benchmarks.report.tables import Rows
 
-KINDS = {"n-grams + draft": 5, "n-grams + EAGLE": 7, "n-grams + recycling": 6, "n-grams": 0, "prompt lookup": 0}
+KINDS = {"n-grams + draft": 5, "n-grams + EAGLE": 7, "n-grams + Medusa": 8, "n-grams + recycling": 6}
+KINDS |= {"n-grams": 0, "prompt lookup": 0}
 KINDS |= {"draft model": 1, "assistant_model": 1, "layer skip": 2, "assistant_early_exit": 2, "Medusa": 3, "EAGLE": 4}
 """A strategy and its peer in Transformers have one hue; the peer's is paler. The first name that fits counts."""
 PEERS = ("prompt lookup", "assistant_model", "assistant_early_exit")
-COLORS = ["#0b7a75", "#c8553d", "#6a4c93", "#3a6ea5", "#b8860b", "#8c2f1b", "#4fa39e", "#7a5a07"]
+COLORS = ["#0b7a75", "#c8553d", "#6a4c93", "#3a6ea5", "#b8860b", "#8c2f1b", "#4fa39e", "#7a5a07", "#1f3b73"]
 PALE = ["#93c9c6", "#ebb5a8", "#c0b1d4", "#a9c4de"]
 INK, GRID = "#202428", "#d5d9dd"
 STYLE: Any = {
