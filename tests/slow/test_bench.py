@@ -176,4 +176,5 @@ def test_prompts_that_come_again_are_answered_from_the_history() -> None:
     rows = {(row["part"], row["variant"]): row for row in repeated.repeated_prompts(repeats=1, quick=True)}
     assert all(row["same tokens"] for row in rows.values())
     for part in ("greedy, again", "groups of 8, again"):
-        assert rows[part, "history"]["tokens a step"] > 2 > rows[part, "plain"]["tokens a step"] == 1
+        steps = "tokens a step of a row"
+        assert rows[part, "history"][steps] > 2 > rows[part, "plain"][steps] == 1

@@ -108,12 +108,20 @@ def test_memory_is_bounded_and_keeps_the_newest() -> None:
     assert len(small._entries[model]) == 8
 
 
-def test_memory_returns_copies_and_that_of_a_freed_model_is_freed() -> None:
-    """Would catch: a model kept alive by what was counted with it."""
+class Learnt(Counter[str]):
+    """Counts of a call, of which a later one begins with a copy."""
+
+    def for_later_call(self) -> "Learnt":
+        """A copy."""
+        return Learnt(self)
+
+
+def test_memory_returns_what_a_later_call_begins_with_and_that_of_a_freed_model_is_freed() -> None:
+    """Would catch: a call that changes what another one has learnt, a model kept alive by what was counted with it."""
     one, model = Memory(), nn.Linear(1, 1)
-    one.store(model, "key", Counter(accepted=10))
-    one.recall(model, "key", Counter).clear()
-    assert one.recall(model, "key", Counter).total() == 10
+    one.store(model, "key", Learnt(accepted=10))
+    one.recall(model, "key", Learnt).clear()
+    assert one.recall(model, "key", Learnt).total() == 10
     del model
     gc.collect()
     assert not len(one._entries)
