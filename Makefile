@@ -30,9 +30,9 @@ WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 demo: .venv/installed
 	@$(BIN)/hf-specgen demo
 
-# All tests, of those with more than two cases one case in five: about four minutes on two cores.
+# All tests, of those with more than two cases one case in eight: about four minutes on two cores.
 test: .venv/installed-dev
-	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) --quiet --part 5
+	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) --quiet --part 8
 
 # Every case, as in continuous integration: about eight minutes on two cores.
 test-all: .venv/installed-dev
