@@ -97,7 +97,7 @@ def treats_rows_alike(model: nn.Module) -> bool:
     packages = {*LIBRARIES, *QUANTIZERS}
     for module in model.modules():
         is_changed = not all(map(_hands_on, changed_functions(module)))
-        sources = {package_of(type(module).__module__), package_of(type(module).forward.__module__)}
+        sources = {package_of(type(module).__module__), package_of(getattr(type(module).forward, "__module__", ""))}
         if is_changed or not sources <= packages:
             return False
     return not compat.global_hooks() and package_of(getattr(_attention(model), "__module__", "")) in packages
