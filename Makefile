@@ -34,7 +34,7 @@ demo: .venv/installed
 test: .venv/installed-dev
 	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) --quiet --part 8
 
-# Every case, as in continuous integration: about eight minutes on two cores.
+# Every case, as in continuous integration: about ten minutes on two cores.
 test-all: .venv/installed-dev
 	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) --quiet
 

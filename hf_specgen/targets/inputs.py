@@ -124,14 +124,9 @@ class CallInputs:
         index = {row: number for number, row in enumerate(dict.fromkeys(rows))}
         if len(index) == batch or not self._treats_rows_alike or compat.replaced_methods(self._model):
             return None
-        if len(index) == 1 and not self._is_unpadded(*given):
+        if len(index) == 1 and not _is_unpadded(*given):
             return None
         return [rows.index(row) for row in index], [index[row] for row in rows]
-
-    def _is_unpadded(self, mask: torch.Tensor | None, positions: torch.Tensor | None) -> bool:
-        """Whether the prompt has neither padding nor gaps, which some layers treat otherwise in a single row."""
-        is_consecutive = positions is None or bool((positions.diff(dim=-1) == 1).all())
-        return is_consecutive and (mask is None or bool((mask != 0).all()))
 
     def prefill(self, cache: Any, shares_prompts: bool = True) -> torch.Tensor:
         """The logits after the prompt, `[batch, 1, vocab]`; raises if it caches more positions than that has, or none.
@@ -225,6 +220,12 @@ class CallInputs:
         if IMAGE_MASK not in others and (seen := mask_of_images(self._model, cache)) is not None:
             others[IMAGE_MASK] = seen
         return others
+
+
+def _is_unpadded(mask: torch.Tensor | None, positions: torch.Tensor | None) -> bool:
+    """Whether the prompt has neither padding nor gaps, which some layers treat otherwise in a single row."""
+    is_consecutive = positions is None or bool((positions.diff(dim=-1) == 1).all())
+    return is_consecutive and (mask is None or bool((mask != 0).all()))
 
 
 def healed_prompt(model: Any, input_ids: torch.Tensor, tokenizer: Any) -> torch.Tensor:
