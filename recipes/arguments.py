@@ -6,12 +6,14 @@ import json
 import os
 import signal
 import sys
+from _thread import interrupt_main
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from threading import Timer
 from typing import Any, TypeVar
 
 import torch
@@ -243,11 +245,34 @@ def deferred_signals() -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
+def _repeated_interrupts() -> Iterator[None]:
+    """Raise a `KeyboardInterrupt` again that Python dropped because a weak reference's callback was running.
+
+    Python reports an exception of a callback or of `__del__` to `sys.unraisablehook`, and the program goes on.
+    """
+    before = sys.unraisablehook
+
+    def report(unraisable: Any) -> None:
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+            before(unraisable)
+            return
+        # Raised in this function it would be dropped again. SIGINT may be ignored, SIGTERM is not.
+        Timer(0.01, interrupt_main, (signal.SIGTERM,)).start()
+
+    sys.unraisablehook = report
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
+@contextmanager
 def expected_errors() -> Iterator[None]:
     """SIGTERM raises `KeyboardInterrupt`, and a full disk an `OSError` that says so, whatever was being written."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        yield
+        with _repeated_interrupts():
+            yield
     except (OSError, RuntimeError, SafetensorError) as error:
         if not any(text in str(error) for text in FULL_DISK):
             raise

@@ -1,6 +1,9 @@
 """What recipes read: formats of conversations, labels, packing, the order of rows; arguments; resumed answers."""
 
 import signal
+import sys
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +331,30 @@ def test_encoded_ends_at_a_signal_that_datasets_catches(tokenizer: Any) -> None:
     chat._kwargs = SignalWhenPickled()
     with pytest.raises(KeyboardInterrupt), expected_errors():
         encoded(Dataset.from_list([{"prompt": "a", "response": "b"}] * 4), chat, 50)
+
+
+def signal_in_a_callback() -> None:
+    """A signal while a weak reference's callback runs, then work that nothing else ends."""
+    referent = SignalWhenPickled()
+    reference = weakref.ref(referent, lambda _: signal.raise_signal(signal.SIGINT))
+    del referent
+    assert reference() is None
+    for _ in range(500):
+        time.sleep(0.01)
+    raise ValueError("the signal was lost")
+
+
+def test_launch_ends_at_a_signal_that_python_drops(capsys: Any) -> None:
+    """Would catch: Ctrl-C in a weak reference's callback, which Python only reports, so that the run goes on."""
+    before, hook = signal.signal(signal.SIGINT, signal.default_int_handler), sys.unraisablehook
+    try:
+        with pytest.raises(SystemExit) as ended:
+            launch(signal_in_a_callback)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    printed = capsys.readouterr().err
+    assert ended.value.code == 130 and "the same command goes on" in printed and "Traceback" not in printed
+    assert sys.unraisablehook is hook
 
 
 def test_launch_refuses_what_accelerate_starts_once_on_cpus(monkeypatch: Any) -> None:
