@@ -18,8 +18,6 @@ OBJECTS_BETWEEN_COLLECTIONS = 20_000
 """Python looks for cycles after every 700 new objects, while tests make millions that need none."""
 gc.disable()  # while everything is imported and collected; see `pytest_collection_finish`
 LONGEST_FIRST = ("slow", "integrations", "integration")
-FEW_CASES = 2
-"""Parameter sets of a test up to which `--part` leaves none out."""
 
 
 def pytest_collection(session: pytest.Session) -> None:
@@ -50,9 +48,8 @@ def _left_out(items: list[pytest.Item], part: int) -> list[pytest.Item]:
         tests[item.nodeid.partition("[")[0]].append(item)
     left_out: list[pytest.Item] = []
     for cases in tests.values():
-        if len(cases) > FEW_CASES:
-            kept = [case for case in cases if not crc32(case.nodeid.encode()) % part] or cases[:1]
-            left_out += [case for case in cases if case not in kept]
+        kept = [case for case in cases if not crc32(case.nodeid.encode()) % part] or cases[:1]
+        left_out += [case for case in cases if case not in kept]
     return left_out
 
 
@@ -86,6 +83,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         type=int,
         default=1,
-        help=f"of tests with more than {FEW_CASES} cases, one in N; the others run as a whole",
+        help="of every test one case in N, and at least one",
     )
     group.addoption("--thread-seconds", type=float, default=5, help="how long the threads of tests/slow run")
