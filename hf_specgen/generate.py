@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
@@ -55,6 +55,16 @@ def report(candidates: Candidates, statistics: Statistics) -> None:
         candidates.speculation = statistics
 
 
+class CallTokenizer(NamedTuple):
+    """The tokenizer of a call, and whether the end of the prompt is healed with it."""
+
+    tokenizer: PreTrainedTokenizerBase | None = None
+    heals_prompt: bool = False
+
+
+NO_TOKENIZER = CallTokenizer()
+
+
 class Speculation:
     """A decoding method for `generate(custom_generate=…)`; made by `speculate`."""
 
@@ -82,14 +92,13 @@ class Speculation:
         stopping_criteria: Any = None,
         generation_config: GenerationConfig | None = None,
         inputs_tensor: torch.Tensor | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        heals_tokens: bool = False,
+        call_tokenizer: CallTokenizer = NO_TOKENIZER,
         **model_kwargs: Any,
     ) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
         """Run a call that `generate` has prepared; returns what plain `generate` returns.
 
         `generate` passes the arguments that it finds in this signature, the input of an encoder as `inputs_tensor`; but
-        the tokenizer, and whether it heals the end of the prompt, come from `run`.
+        the tokenizer comes from `run`.
         """
         assert generation_config is not None
         self.is_prepared = True
@@ -98,7 +107,8 @@ class Speculation:
         if problem := next(problems(model, input_ids, generation_config, model_kwargs), ""):
             raise ValueError(problem)
         check_step_arguments(model, input_ids, model_kwargs)
-        if heals_tokens:
+        tokenizer = call_tokenizer.tokenizer
+        if call_tokenizer.heals_prompt:
             input_ids = healed_prompt(model, input_ids, tokenizer)
         # The call, as plug-ins receive it.
         config = generation_config
@@ -229,8 +239,8 @@ def run(original: Callable[..., Any], model: Any, kwargs: dict[str, Any], method
     """Call `generate` with our decoding method, handling the arguments that it does not pass on to that."""
     _warn_of_assistant_settings(kwargs)
     replaced = _with_tokenizer(model, kwargs)
-    given: dict[str, Any] = {"tokenizer": kwargs.get("tokenizer"), "heals_tokens": "token_healing" in replaced}
-    kwargs = {**kwargs, **replaced, "custom_generate": functools.partial(method, **given)}
+    tokenizer = CallTokenizer(kwargs.get("tokenizer"), heals_prompt="token_healing" in replaced)
+    kwargs = {**kwargs, **replaced, "custom_generate": functools.partial(method, call_tokenizer=tokenizer)}
     for name in ("synced_gpus", "tokenizer", "assistant_tokenizer"):
         kwargs.pop(name, None)
     return original(model, **kwargs)
