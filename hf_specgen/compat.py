@@ -24,6 +24,7 @@ from transformers import (
     PrefixConstrainedLogitsProcessor,
     PreTrainedModel,
     StoppingCriteriaList,
+    SuppressTokensLogitsProcessor,
 )
 from transformers.generation import utils
 
@@ -51,12 +52,18 @@ def default_generation_settings() -> dict[str, Any]:
 def decode_plainly(
     model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, tokens: int, kwargs: dict[str, Any]
 ) -> Any:
-    """Plain greedy decoding, with its logits, from what `generate` has prepared. Symbol: `GenerationMixin._sample`."""
+    """Plain greedy decoding, with its logits, from what `generate` has prepared. Symbol: `GenerationMixin._sample`.
+
+    Tokens that the call suppresses are not generated: models raise at a placeholder without its image.
+    """
     settings: Any = copy.deepcopy(config)
     settings._pad_token_tensor = None  # no row ends before the others
     settings.update(do_sample=False, num_return_sequences=1, return_dict_in_generate=True, output_logits=True)
     criteria = StoppingCriteriaList([MaxLengthCriteria(input_ids.shape[1] + tokens)])
-    return cast(Any, model)._sample(input_ids, LogitsProcessorList(), criteria, settings, **kwargs)
+    processors = LogitsProcessorList()
+    if config.suppress_tokens:
+        processors.append(SuppressTokensLogitsProcessor(config.suppress_tokens, device=str(input_ids.device)))
+    return cast(Any, model)._sample(input_ids, processors, criteria, settings, **kwargs)
 
 
 def supports_logits_to_keep(model: PreTrainedModel) -> bool:

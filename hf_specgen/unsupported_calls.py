@@ -12,6 +12,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from hf_specgen import compat
 from hf_specgen.targets.inputs import ROUTER_LOGITS, check_cache, prompt_columns, without_router_loss
 from hf_specgen.targets.model_parts import (
+    cached_tokens,
     compares_slots,
     decoder_argument,
     image_layers,
@@ -100,7 +101,7 @@ def _input_problems(model: PreTrainedModel, model_kwargs: dict[str, Any], tokens
         )
     if mask is not None and mask.dim() == 2:
         columns = mask.shape[1]
-        cached = 0 if cache is None or not layer_kinds(text_config(model)) else int(cache.get_seq_length())
+        cached = cached_tokens(cache)
         if columns not in (tokens, tokens + cached):  # plain `generate` takes further ones for generated tokens
             yield f"the attention mask has {columns} columns for a prompt of {tokens} tokens; give one for each token"
         if columns == tokens <= cached and not bool(mask.all()):  # plain `generate` then masks cached slots by it

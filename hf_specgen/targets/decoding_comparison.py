@@ -25,6 +25,7 @@ from hf_specgen.targets.exact_arithmetic import HALF, ExactArithmetic
 from hf_specgen.targets.fingerprint import matmul_precision
 from hf_specgen.targets.hooks import WatchedHooks, package_of
 from hf_specgen.targets.inputs import PreparedCall
+from hf_specgen.targets.model_parts import cached_tokens
 from hf_specgen.targets.requirements import TargetRequirements, make_target
 from hf_specgen.targets.support import is_rounding, largest_differences
 from hf_specgen.targets.target import Target
@@ -55,7 +56,7 @@ def find_difference(call: PreparedCall, exit_layer: int | None) -> str | None:
     precision = matmul_precision(call.model)
     cache = call.model_kwargs.get(compat.CACHE)
     # New keys would be rounded to the dtype of cached ones; hooks that load weights would keep converted ones.
-    is_convertible = (cache is None or not cache.get_seq_length()) and not compat.has_device_hooks(call.model)
+    is_convertible = not _is_begun(cache) and not compat.has_device_hooks(call.model)
     if precision in HALF:
         if is_convertible:
             exact_reason = _exact_difference(call, exit_layer)
@@ -130,8 +131,14 @@ def _decode_plainly(call: PreparedCall) -> Any:
 def _copied_cache(model_kwargs: dict[str, Any]) -> Any:
     """A copy of the cache that a call goes on from; of an empty one, whatever its kind, a new one does as well."""
     given = model_kwargs.get(compat.CACHE)
-    goes_on = isinstance(given, EncoderDecoderCache) or (given is not None and int(given.get_seq_length()) > 0)
+    goes_on = isinstance(given, EncoderDecoderCache) or _is_begun(given)
     return copy.deepcopy(given) if goes_on else None
+
+
+def _is_begun(cache: Any) -> bool:
+    """Whether a cache holds tokens, or states of them."""
+    layers = getattr(cache, "layers", ())
+    return cached_tokens(cache) > 0 or any(any(getattr(layer, "has_previous_state", {}).values()) for layer in layers)
 
 
 def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:

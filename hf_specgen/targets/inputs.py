@@ -22,6 +22,7 @@ from hf_specgen.targets.hooks import treats_rows_alike
 from hf_specgen.targets.masks import mask_of_images
 from hf_specgen.targets.model_parts import (
     MAKES_ITS_MASK,
+    cached_tokens,
     decoder_argument,
     has_special_layers,
     image_layers,
@@ -329,7 +330,7 @@ def _cache_problem(given: Cache, config: Any, call: PreparedCall) -> str | None:
     mask = model_kwargs.get("attention_mask")
     rows, columns = input_ids.shape
     new = math.inf if generation.max_length is None else int(generation.max_length) - columns
-    cached = int(given.get_seq_length()) if layer_kinds(config) else 0  # caches of states alone have no length
+    cached = cached_tokens(given)
     text = compat.mask_columns(generation, mask) or cached + columns
     static = [layer for layer in layers if isinstance(layer, StaticLayer)]
     # Other sliding layers hold the window before any number of tokens.

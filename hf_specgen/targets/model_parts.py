@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from hf_specgen import compat
 from hf_specgen.targets.hooks import own_attributes
@@ -86,6 +87,14 @@ def layers_with_images(model: PreTrainedModel, cache: Any) -> list[Any]:
     layers = getattr(cache, "layers", ())
     of_images = [layer for index in image_layers(text_config(model)) for layer in layers[index : index + 1]]
     return [layer for layer in of_images if layer.get_seq_length()]
+
+
+def cached_tokens(cache: Any) -> int:
+    """The tokens that a cache of Transformers holds; 0 of None, and of layers of states alone, which count none."""
+    layers = getattr(cache, "layers", ())
+    if cache is None or (layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers)):
+        return 0
+    return int(cache.get_seq_length())
 
 
 def keeps_state(config: Any) -> bool:

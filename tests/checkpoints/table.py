@@ -212,7 +212,7 @@ CHECKPOINTS = [
     row("Ovis 2", "ovis2", "pixels 16"),
     row("Janus-Pro", "janus", "pixels 16"),
     row("Qwen3-Omni (thinker)", "qwen3_omni_moe_thinker", "grid 4", text=MROPE, vision_start_token_id=95),
-    row("LFM3-VL", "lfm3_vl", "grid 4"),
+    row("LFM3-VL", "lfm3_vl", "grid 4", text={"layers": "vfvf"}),
     row("ShieldGemma 2", "shieldgemma2", "pixels 4", text=MIXED),
     row("Qianfan-OCR", "qianfan_ocr", "pixels 4"),
     row("Step 3.7", "step3p7", "pixels 1", text={"sliding_window": 8}),

@@ -93,6 +93,13 @@ def test_draft_tokens_may_be_placeholders_of_images() -> None:
     assert {outcome.status for outcome in outcomes.values()} == {SAME}
 
 
+def test_image_before_layers_that_keep_states_alone() -> None:
+    """Would catch: the length of a cache that has none, asked for in the first step of a prompt with an image."""
+    row = ROWS["LFM3-VL"]._replace(settings={"text_config": {"layers": "vv"}})
+    outcomes = run_all(row, [case for case in CASES if case.name in ("oracle", "two turns")])
+    assert {outcome.status for outcome in outcomes.values()} == {SAME}
+
+
 def test_every_checkpoint_has_a_result_that_is_right_or_a_refusal() -> None:
     """Would catch: a line of the table that nobody ran, one that was renamed, and a recorded difference."""
     results = page.recorded()["checkpoints"]
