@@ -78,7 +78,9 @@ def _is_rounding(comparison: "Comparison") -> bool:
         return False
     exact = Comparison(replace(comparison.case, attention="sdpa"), torch.float64)
     exact.run()
-    if exact.outcome.status != "same" or exact.outcome.differences:
+    if exact.outcome.status not in ("same", "refused") or exact.outcome.differences:
+        return False
+    if len(exact.texts) < len(comparison.texts):  # refused before the call that differs
         return False
     turns = zip(comparison.texts, exact.texts, strict=False)  # after a difference there are no more turns
     return all(any(torch.equal(exactly, text) for text in sides) for sides, (exactly, _) in turns)
