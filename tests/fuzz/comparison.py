@@ -16,7 +16,7 @@ from tests.fuzz import checks, settings, strategies
 from tests.fuzz.cases import Case
 from tests.fuzz.checks import Difference, Run
 from tests.fuzz.interventions import Changed, changed, stages
-from tests.fuzz.models import device, random_state, seed, tiny_model
+from tests.fuzz.models import STATEFUL, device, random_state, seed, tiny_model
 from tests.fuzz.settings import Ends, Fault, ForcedText, Interrupt, ValidPadding
 from tests.fuzz.situations import HALF, LORA
 from tests.fuzz.surroundings import (
@@ -64,7 +64,8 @@ def run(case: Case) -> Outcome:
     comparison = Comparison(case)
     outcome = comparison.run()
     if outcome.differences:
-        outcome.status = "rounding" if _is_rounding(comparison) else "different"
+        explained = _is_rounding(comparison) or _is_rounding_of_kernels(comparison)
+        outcome.status = "rounding" if explained else "different"
     return outcome
 
 
@@ -86,6 +87,19 @@ def _is_rounding(comparison: "Comparison") -> bool:
     return all(any(torch.equal(exactly, text) for text in sides) for sides, (exactly, _) in turns)
 
 
+def _is_rounding_of_kernels(comparison: "Comparison") -> bool:
+    """Whether greedy tokens differ where kernels of recurrent layers, which have no float64, leave a near-tie."""
+    case = comparison.case
+    kinds = {difference.kind for difference in comparison.outcome.differences}
+    if case.architecture not in STATEFUL or case.do_sample or not kinds <= BY_ROUNDING:
+        return False
+    again = Comparison(replace(case, return_dict=True, output_scores=True))
+    again.run()
+    if len(again.texts) != len(comparison.texts) or again.last is None:
+        return False
+    return not any(checks.compare_near_ties(*again.last, margin=checks.KERNEL_MARGIN))
+
+
 class Comparison:
     """Runs both sides of a case."""
 
@@ -105,6 +119,8 @@ class Comparison:
         self.candidates: Any = None
         self.texts: list[tuple[torch.Tensor, torch.Tensor]] = []
         """What plain `generate` and what speculation wrote, turn by turn, up to the first difference."""
+        self.last: tuple[Run, Run, int] | None = None
+        """Both sides of the last turn, and the columns of its prompt."""
 
     def run(self) -> Outcome:
         """All stages of the case."""
@@ -129,6 +145,7 @@ class Comparison:
             if ours is None or plain.ids is None or ours.ids is None:
                 break
             self.texts.append((plain.ids, ours.ids))
+            self.last = plain, ours, inputs["input_ids"].shape[1]
             if self.outcome.differences or not torch.equal(plain.ids, ours.ids):
                 break  # the texts of a lossy mode part, and their caches with them
             inputs = settings.next_prompts(inputs, plain.ids, case.seed + turn)
@@ -186,7 +203,7 @@ class Comparison:
         case, statistics = self.case, self._statistics(ours)
         if plain.error is None and ours.error is None:
             if self._stage and case.intervention in HALF:
-                self._differ(checks.compare_half(plain, ours, inputs["input_ids"].shape[1]))
+                self._differ(checks.compare_near_ties(plain, ours, inputs["input_ids"].shape[1]))
             else:
                 self._differ(checks.compare(case, plain, ours, inputs, self._vocab))
         elif ours.error is None and (again := self._with_valid_padding(inputs, ends, cache, ours)) is not None:
