@@ -204,12 +204,19 @@ def micro(
 def records(
     names: Annotated[list[str], Argument(help="All, the most important first, if left out.")] = [],  # noqa: B006
     out: Annotated[Path, Option(help="Folder for the results.")] = RESULTS,
+    outdated: Annotated[
+        bool,
+        Option("--outdated", help="Only list records older than the code; exit code 1 if any."),
+    ] = False,
 ) -> None:
     """Renew recorded results, in a clone without changes, on a quiet machine; all take 60 to 90 minutes."""
+    from benchmarks.records import outdated as outdated_records
     from benchmarks.records import renew
 
     with expected_errors():
-        failed = renew(names, out)
+        failed = outdated_records(out) if outdated else renew(names, out)
+    if outdated:
+        print("\n".join(failed) or "every record is of the present code")
     raise typer.Exit(1 if failed else 0)
 
 

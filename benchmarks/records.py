@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from shlex import split
 from shutil import copytree, ignore_patterns
@@ -59,6 +61,28 @@ RECORDS = {
     "trace-replay": Record("micro trace-replay", 2, 1),
 }  # fmt: skip
 """The most important ones first."""
+
+
+def outdated(results: Path) -> list[str]:
+    """A line for each record in a folder whose commit is older than the present code of `hf_specgen`.
+
+    Those that `RECORDS` does not renew, which need a GPU, are left out.
+    """
+    lines = []
+    for recorded, record in RECORDS.items():
+        kind, *arguments = split(record.arguments)
+        # `micro A B … --options` writes a file for each name.
+        names = [recorded] if kind == "suite" else takewhile(lambda word: not word.startswith("-"), arguments)
+        for name in names:
+            file = results / (f"{name}/report.json" if kind == "suite" else f"{name}.json")
+            commit = json.loads(file.read_text(encoding="utf-8"))["provenance"]["commit"]
+            command = ["git", "rev-list", "--count", f"{commit}..HEAD", "--", ":/hf_specgen"]
+            done = subprocess.run(command, cwd=results, capture_output=True, text=True)
+            if done.returncode:
+                lines.append(f"{name}: made at {commit[:12]}, which this repository does not have")
+            elif later := int(done.stdout):
+                lines.append(f"{name}: made at {commit[:12]}; {later} later commits change hf_specgen")
+    return lines
 
 
 def renew(names: Sequence[str], out: Path) -> list[str]:

@@ -41,6 +41,8 @@ BAR = 10
 """Width of the longest bar, in columns of the terminal."""
 BUSY = 1.3
 """Time of plain `generate` over the time in which its thread ran, above which times are not reliable."""
+MAX_OTHERS_SHARE = 0.1
+"""Part of the processor that other programs used, above which times are not reliable."""
 MAX_ROUNDS = 3
 """Times as many rounds as asked for, while whether the best strategy is faster than plain `generate` is not decided."""
 TIE = 0.97
@@ -250,12 +252,16 @@ def judge(measured: Comparison, names: Sequence[str], exact: bool) -> Iterator[F
         yield Finding("same tokens", BAD if exact else WARNING, found, meaning)
     else:
         yield Finding("same tokens", GOOD, f"the tokens of all {answers} answers are those of plain generate")
-    waited = sum(one.seconds for one in measured.plain) / max(sum(one.thread_seconds for one in measured.plain), 1e-9)
-    if measured.device == "cpu" and waited > BUSY:
-        found = (
-            f"plain generate took {waited:.1f} times as long as it ran; something else uses the processor. These "
-            "figures count the time in which it ran, and are less reliable"
-        )
+    seconds = sum(one.seconds for one in measured.plain)
+    waited = seconds / max(sum(one.thread_seconds for one in measured.plain), 1e-9)
+    others = sum(one.others_share * one.seconds for one in measured.plain) / max(seconds, 1e-9)
+    if measured.device == "cpu" and (waited > BUSY or others > MAX_OTHERS_SHARE):
+        found = f"other programs used {others:.0%} of the processor, so these figures are less reliable"
+        if waited > BUSY:
+            found = (
+                f"plain generate took {waited:.1f} times as long as it ran; something else uses the processor. These "
+                "figures count the time in which it ran, and are less reliable"
+            )
         yield Finding("times", WARNING, found, "measure again when nothing else runs")
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any, cast
 
 import numpy as np
+import psutil
 import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
@@ -27,6 +28,8 @@ ROUNDING = "rounding"
 UNEXPLAINED = "NO"
 NO_TOKEN = -1
 """In place of a token after the end of the shorter output."""
+MAX_IDLE = 0.05
+"""Idle part of all cores' time above which no process has waited for a core."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Variant:
 class Sample:
     """One variant on one batch of prompts; `ids` are `[batch, prompt + generated]`.
 
-    `thread_seconds` are those in which the calling thread ran; `cache` is kept if the generation returns it.
+    `thread_seconds` are those in which the calling thread ran, `others_share` is what other processes used of the
+    processor, see `ProcessorUse`; `cache` is kept if the generation returns it.
     """
 
     tokens: int
@@ -51,6 +55,39 @@ class Sample:
     first_token: float = 0.0
     thread_seconds: float = 0.0
     cache: Any = None
+    others_share: float = 0.0
+
+
+class ProcessorUse:
+    """What other processes use of the processor from now on.
+
+    A thread that waits for the threads of its own pass spins, so that its own time shows no such use.
+    """
+
+    def __init__(self) -> None:
+        self._begin = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """Wall time, idle time of all cores, and the time in which this process ran on any."""
+        times = psutil.cpu_times()
+        return perf_counter(), times.idle + getattr(times, "iowait", 0.0), process_time()
+
+    def others_share(self) -> float:
+        """The part of all cores' time that other processes had, see `others_share`."""
+        seconds, idle, own = (now - begin for now, begin in zip(self._now(), self._begin, strict=True))
+        return others_share(seconds, idle, own, psutil.cpu_count() or 1)
+
+
+def others_share(seconds: float, idle: float, own: float, cores: int) -> float:
+    """The part of all cores' time that other processes had; 0 if cores were idle, so that nothing had to wait.
+
+    Args:
+        seconds: wall time.
+        idle, own: seconds of all cores together that were idle, and in which this process ran.
+    """
+    total = seconds * cores
+    return max(0.0, 1 - (idle + own) / total) if total > 0 and idle <= MAX_IDLE * total else 0.0
 
 
 def total_counts(samples: Sequence[Sample]) -> Statistics:
@@ -75,6 +112,7 @@ def measure_call(
     generator = arguments.get("candidate_generator")
     torch.manual_seed(seed)
     wait(device)
+    use = ProcessorUse()
     thread_time = thread_clock()
     thread_begin = thread_time()
     clock.begin = perf_counter()
@@ -82,10 +120,11 @@ def measure_call(
     wait(device)
     seconds = perf_counter() - clock.begin
     thread_seconds = thread_time() - thread_begin
+    share = use.others_share()
     ids, cache = (output, None) if isinstance(output, torch.Tensor) else (output.sequences, output[compat.CACHE])
     tokens = _count(model, ids[:, _prompt_length(model, inputs) :])
     speculation = None if generator is None else generator.speculation
-    return Sample(tokens, seconds, ids.cpu(), speculation, clock.seconds, thread_seconds, cache=cache)
+    return Sample(tokens, seconds, ids.cpu(), speculation, clock.seconds, thread_seconds, cache, share)
 
 
 class _FirstToken(BaseStreamer):

@@ -146,6 +146,9 @@ def test_demo_names_rounding_and_a_busy_machine() -> None:
     same, times = doctor.judge(measured, ["x"], exact=False)
     assert "rounding explains all of them" in same.found and same.result == "warning"
     assert "took 1.6 times as long as it ran" in times.found and "less reliable" in times.found
+    measured.plain[-1] = Sample(10, 2.0, torch.ones(1), None, thread_seconds=2.0, others_share=0.4)
+    *_, times = doctor.judge(measured, ["x"], exact=False)
+    assert "other programs used 20% of the processor, so these figures are less reliable" in times.found
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -19,7 +19,7 @@ from hf_specgen.call import memory
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.depth.latency import Bucket, DraftLatency
 from hf_specgen.evaluation.cost import measure_cost_curve
-from hf_specgen.evaluation.measure import Variant, first_difference
+from hf_specgen.evaluation.measure import Variant, first_difference, others_share
 from hf_specgen.evaluation.workloads import domain_prompts, encode
 from tests.helpers import tiny_model
 from tests.helpers.encoder_decoder import encoder_decoder
@@ -221,3 +221,12 @@ def test_default_settings_are_not_slower_than_plain(reference_model, tokenizer, 
         speedups[domain] = total.speedup
     print(strategy, name, speedups)
     assert min(speedups.values()) > 0.95
+
+
+@pytest.mark.parametrize(
+    ("idle", "own", "share"), [(0.0, 1.5, 0.25), (0.05, 1.9, 0.025), (0.2, 1.0, 0.0), (0.0, 2.1, 0.0)]
+)
+def test_others_share_counts_where_no_core_was_idle(idle: float, own: float, share: float) -> None:
+    """Would catch: spinning threads that hide another program, or a warning for one that had a core of its own."""
+    assert others_share(1.0, idle, own, cores=2) == pytest.approx(share)
+    assert others_share(0.0, 0.0, 0.0, cores=2) == 0.0

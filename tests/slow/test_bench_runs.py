@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -216,6 +217,42 @@ def test_memory_is_measured_for_every_strategy_with_and_without_scores(tmp_path:
     if all(row["peak MB"] for row in rows):
         assert rows[2]["peak MB"] > rows[0]["peak MB"] + 2, "128 tokens of 8,192 float32 scores are 4 MB"
         assert rows[0]["of plain"] == 1.0
+
+
+def test_records_older_than_the_package_are_listed(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Would catch: figures of a code that has changed since, at a release; or records that any commit outdates."""
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    def commit(file: str) -> str:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(file)
+        git("add", "--all")
+        git("commit", "--message", file)
+        return git("rev-parse", "HEAD")
+
+    monkeypatch.setattr(
+        records, "RECORDS", {name: records.RECORDS[name] for name in ("memory", "step-operations", "rollouts")}
+    )
+    git("init")
+    old = commit("hf_specgen/a.py")
+    new = commit("hf_specgen/b.py")
+    results = tmp_path / "results"
+    made = {"memory/report": old, "step-operations": new, "ngram-lookup": old, "rollouts": "0" * 40}
+    for name, at in made.items():
+        file = results / f"{name}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"provenance": {"commit": at}}))
+    commit("docs/c.md")
+    assert main(["records", "--outdated", "--out", str(results)]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"memory: made at {old[:12]}; 1 later commits change hf_specgen",
+        f"ngram-lookup: made at {old[:12]}; 1 later commits change hf_specgen",
+        "rollouts: made at 000000000000, which this repository does not have",
+    ]
 
 
 # A whole benchmark run: its counts, its page, its files, and the tables in the README
