@@ -30,7 +30,7 @@ WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 demo: .venv/installed
 	@$(BIN)/hf-specgen demo
 
-# All tests, of each at least one case, and of many cases one in eight: four to five minutes on two cores.
+# All tests, of each at least one case, and of many cases one in eight: about four minutes on two cores.
 test: .venv/installed-dev
 	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) --quiet --part 8
 

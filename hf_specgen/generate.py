@@ -281,8 +281,10 @@ def _with_tokenizer(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     configs = (arguments.get("generation_config"), model.generation_config)
 
     def setting(name: str) -> Any:
-        """The value of an argument, else of the config of the call, else of the model's."""
-        values = (arguments.get(name), *(getattr(config, name, None) for config in configs))
+        """The value of an argument, also if it is None, else of the config of the call, else of the model's."""
+        if name in arguments:
+            return arguments[name]
+        values = (getattr(config, name, None) for config in configs)
         return next((value for value in values if value is not None), None)
 
     replaced: dict[str, Any] = {}

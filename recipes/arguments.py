@@ -86,7 +86,7 @@ class Arguments(DataArguments, TrainingArguments):
     batch_size: int | None = option(default=None, help="rows in a step, over all processes; sets the accumulation")
     loss: Options = option(
         default_factory=Options,
-        help="weights of kl, ce, tv, lk; of DSpark confidence too: {ce: 0.1, tv: 0.9}",
+        help="weights of kl, ce, tv, lk, for DSpark of confidence too: {ce: 0.1, tv: 1.8, confidence: 1.0}",
     )
     decay: float = option(default=1.0, help="weight of each draft token's loss relative to the one before")
     evaluation: str | None = option(default=None, help="held-out prompts, in the same formats as data")
@@ -202,6 +202,11 @@ def _set_defaults(parser: ArgumentParser, values: Any, file: Path | None) -> Non
             option.required = False
         elif file is not None:
             raise ValueError(f"{file}: unknown key {name!r}; --help lists all keys")
+
+
+def public(value: Any) -> Any:
+    """A value of an argument for others to read: of a path on this machine the last part alone."""
+    return Path(value).name if isinstance(value, str) and value and Path(value).exists() else value
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -14,7 +14,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from jinja2 import Template
 
-from arguments import Arguments
+from arguments import Arguments, public
 from conversations import ChatFormat
 from hf_specgen import __version__
 from hf_specgen.call_statistics import Statistics
@@ -32,11 +32,6 @@ class Measured:
     tree: Statistics = field(default_factory=lambda: Statistics([]))
     identical: int = 0
     prompts: int = 0
-
-
-def public(value: Any) -> Any:
-    """A value of an argument for others to read: of a path on this machine the last part alone."""
-    return Path(value).name if isinstance(value, str) and value and Path(value).exists() else value
 
 
 def write_card(

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from arguments import Arguments, Options, option
+from arguments import Arguments, Options, option, public
 from conversations import IGNORED
 from drafter import Drafter, with_lora
 from hf_specgen.heads.base import BoundHead, DraftHead
@@ -123,7 +123,7 @@ class HeadDrafter(Drafter):
             "num_aux_hidden_states": len(states),
             "aux_hidden_state_layers": tuple(states),
             "speculative_tokens": self.args.depth,
-            "base_model": self.args.target,
+            "base_model": public(self.args.target),
             "num_target_layers": layers,
             "trained_length": self.args.max_length,
         }

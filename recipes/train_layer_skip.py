@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from arguments import Arguments, launch, option
+from arguments import Arguments, launch, option, public
 from conversations import IGNORED, Batch
 from drafter import Drafter, with_lora
 from hf_specgen import FixedDepth, LayerSkipCandidates
@@ -66,7 +66,7 @@ class ExitDrafter(Drafter):
 
     def save(self, folder: Path) -> None:
         self.adapter.to(self.target.dtype)
-        save_exit_head(self.adapter, folder, self.target, self.args.target)
+        save_exit_head(self.adapter, folder, self.target, public(self.args.target))
 
 
 # `training.run`: arguments, rows and target; ExitDrafter.check and its constructor; draft() for each batch of

@@ -8,7 +8,7 @@ All heads are trained on the hidden states of one forward pass of the target wit
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from arguments import Arguments, launch, option
+from arguments import Arguments, launch, option, public
 from conversations import IGNORED, Batch
 from draft_heads import frequent_tokens
 from drafter import Drafter
@@ -56,6 +56,7 @@ class MedusaDrafter(Drafter):
         super().__init__(args, target, rows)
         if args.heads is None:
             heads = MedusaHeads.from_target(target, **{name: getattr(args, name) for name in SHAPE})
+            heads.config = replace(heads.config, base_model=public(args.target))
         else:
             heads = cast(MedusaHeads, load_head(args.heads, dtype=torch.float32))
             if not isinstance(heads, MedusaHeads):

@@ -22,7 +22,7 @@ from hf_specgen import compat
 from hf_specgen.batching import transformers_batching
 from hf_specgen.batching.packed_steps import PackedSteps
 from hf_specgen.call_statistics import Statistics
-from hf_specgen.depth import AdaptiveDepth, FixedDepth, Policy
+from hf_specgen.depth import Policy
 from hf_specgen.depth.adaptive import SharedDepth
 from hf_specgen.depth.calibrate import model_curve
 from hf_specgen.generate import by_name, report
@@ -42,7 +42,7 @@ class PackedRun:
 
     settings: Settings | None  # as the user gave them; None to run plainly
     add: Callable[[Statistics], None] = lambda _: None  # receives the counters of every request that has ended
-    report_plain: Callable[[str], None] = _raise  # receives the reason why a manager runs plainly
+    report_plain: Callable[[str], None] = _raise  # receives the reason why a manager cannot speculate
     is_plain: bool = False  # whether a manager of the call runs plainly; later ones then do too
     steps: list[PackedSteps] = field(default_factory=list)  # those that the `generate_batch` call ends
 
@@ -136,11 +136,10 @@ def _packed_policy(policy: Policy, model: Any) -> Policy:
     to lengthen a step by more than it does: drafts may be shorter than the fastest ones, but not longer. Without T(q)
     nothing is drafted.
     """
-    if not isinstance(policy, AdaptiveDepth) or policy.latency is not None:
+    if not policy.measures_latency():
         return policy
     with transformers_batching.unpaged_attention(model):
-        curve = model_curve(model)
-    return FixedDepth(0) if curve is None else SharedDepth(policy, curve=curve)
+        return SharedDepth(policy, curve=model_curve(model))
 
 
 def _reason(settings: Settings, model: Any, generation_config: Any, config: ContinuousBatchingConfig) -> str:

@@ -49,7 +49,7 @@ class Completion:
         index: of the prompt.
         tokens: the generated tokens.
         output: what `generate` returns for this prompt alone: ids `[1, prompt + generated]`, or an output object.
-        statistics: of this prompt; its `batch_steps` and `seconds` are those of its own passes, such as the prefill.
+        statistics: of this prompt; `seconds` has the whole time of the passes that it shared.
     """
 
     index: int
@@ -142,7 +142,7 @@ def _checked_settings(candidate_generator: Any, arguments: dict[str, Any]) -> Se
 def _cut_to_fastest_size(trees: list[DraftTree], latency: StepLatency | None) -> list[DraftTree]:
     """The trees, each cut to the same largest number of nodes: that with the most expected tokens per second.
 
-    The pass computes as many tokens for every row as the largest draft has. Without this, n-grams have 0.94 of the
+    The pass computes as many tokens for every row as the largest draft has. Without the cut n-grams have 0.94 of the
     projected speed.
     """
     if latency is None or not all(tree.probability for tree in trees if tree.nodes):
@@ -364,8 +364,7 @@ class _Batch:
     def _count(self, loops: list[DecodingLoop], tokens_per_row: int) -> None:
         """Record the step for the statistics of all prompts, and count the loss of its drafts by the latency."""
         records = [loop.statistics.batch_steps[-1] for loop in loops]
-        # Passes of shared sessions are counted once; drafters with a session for each call made all of theirs.
-        passes = self.shared.tokens_per_pass or [tokens for record in records for tokens in record.tokens_per_pass]
+        passes = self.shared.passes_of(loops)
         context = max(record.context for record in records)
         requested = [record.requested[0] for record in records]
         outcomes = [record.rows[0] for record in records]

@@ -108,7 +108,7 @@ def _last_states(states: Sequence[torch.Tensor], tokens: int) -> torch.Tensor:
 
 
 class RequestOutputs:
-    """The `StepOutputs` of a request: a token is emitted at once, as there are no other rows and stopping criteria."""
+    """The `StepOutputs` of a request: tokens are emitted at once, without other rows or stopping criteria."""
 
     criteria = None
     needs_plain_steps = False

@@ -258,7 +258,8 @@ class PackedSteps:
                 self._finished(self._requests.pop(future.state.request_id).end())
         if self._seconds is not None:
             seconds = self._seconds[self._drafted]
-            self._shared.count_loss(seconds, self._num_decoding + accepted, self._shared.tokens_per_pass)
+            passes = self._shared.passes_of([request.steps for future, request in self._step if future.has_new_token])
+            self._shared.count_loss(seconds, self._num_decoding + accepted, passes)
         transformers_batching.move_slots(self._cache, moves)
         return last_tokens, last_logprobs if self._processor.return_logprobs else None
 

@@ -98,7 +98,7 @@ class SharedDraft:
             row.has_joined = True
         if any(depths):  # else the draft is empty, and its time is not counted
             self.seconds = perf_counter() - begin
-            self.tokens_per_pass = session.tokens_per_pass or ()
+            self.tokens_per_pass = session.passes_of(tree)
 
     def _with_planned_rows(self) -> DraftSession:
         """The shared session, after its rows are updated: calls that have ended leave, new calls with a plan join."""
@@ -170,7 +170,7 @@ class RowSession(DraftSession):
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         """The tree that `SharedDraft.draft` has made for this call, at the planned depth.
 
-        Nothing has called it for a call that is decoded alone, by `DecodingLoop.decode`: then it is called here.
+        In a call that is decoded alone, by `DecodingLoop.decode`, nobody else calls `SharedDraft.draft`, so this does.
         """
         if self in self._shared.planned:
             self._shared.draft()

@@ -63,10 +63,21 @@ class SharedSteps:
             call.timer.add("draft", seconds)  # each call waits for the whole draft
         return [call.draft_step() for call in calls]
 
+    def passes_of(self, calls: Sequence[DecodingSteps]) -> Sequence[int]:
+        """Tokens of each pass of the drafters in a step that these calls have ended.
+
+        Those of shared sessions count once; drafters with a session for each call have made all of theirs.
+        """
+        records = [call.statistics.batch_steps[-1] for call in calls if call.statistics.batch_steps]
+        return self.tokens_per_pass or [tokens for record in records for tokens in record.tokens_per_pass]
+
     def count_loss(self, seconds: float, emitted: int, passes: Sequence[int]) -> None:
         """Count the loss of a step by `DraftingLoss.count`, if latencies are known and a call has planned a draft.
 
-        `seconds` are predicted for the target's pass, without those for prompts in it, and `emitted` of all rows.
+        Args:
+            seconds: predicted for the target's pass, without those for prompts in it.
+            emitted: tokens of all rows.
+            passes: see `passes_of`.
         """
         if self.latency is not None and self._has_draft:
             self._loss.count(self.latency, self._rows, seconds, passes, emitted / self._rows)

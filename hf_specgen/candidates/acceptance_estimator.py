@@ -40,7 +40,7 @@ class DraftLevels:
         self._conditional_of_all: list[Floats] = []
 
     def add(self, level: int, reached: Floats, of_all: Floats) -> Floats:
-        """Add the level of this depth, whose probabilities the host has, and those since the last synchronization.
+        """Add the level of this depth, and the levels since the last call, to which its geometric mean is assigned.
 
         Args:
             reached: `[rows, widths]` the probability that one of its first 1, 2, … nodes to expand is accepted.
@@ -50,7 +50,7 @@ class DraftLevels:
             `reached`, if one of the expanded nodes of the level before is accepted.
         """
         before = np.maximum(_column(self._reached, self.width), 1e-30)  # so that quotients are finite
-        levels = level - self._level  # since the last synchronization; they share their mean probability
+        levels = level - self._level  # added now; each gets the geometric mean
         conditional = np.minimum(1.0, reached / before[:, None]) ** (1 / levels)
         self._conditional += [_column(conditional, self.width)] * levels
         self._conditional_of_all += [np.minimum(1.0, of_all / before) ** (1 / levels)] * levels
@@ -94,19 +94,19 @@ class AcceptanceEstimator:
         self._counts = np.zeros_like(self._prior)
         self._sums = np.zeros_like(self._prior)
         self._sums_of_all = np.zeros(1 + STATES)  # [s] of the probabilities that one of the candidates is accepted
-        self._expected: Floats | None = None  # see `_of_states`
-        # Draft tokens that were accepted, and that were expected to be; and two of each that are assumed.
-        self._accepted = 2.0
-        self._assumed = 2.0
+        self._expected_by_state: Floats | None = None  # see `_of_states`
+        # Accepted draft tokens, and the sum of the path probabilities of all of them; each with a prior of 2.
+        self._accepted_tokens = 2.0
+        self._expected_tokens = 2.0
 
     def scaled(self, paths: Floats) -> Floats:
         """Path probabilities times accepted over expected draft tokens: a drafter may be too sure, or too little."""
-        return np.minimum(self._accepted / self._assumed * paths, 1.0)
+        return np.minimum(self._accepted_tokens / self._expected_tokens * paths, 1.0)
 
     def record_outcome(self, accepted: float, expected: float) -> None:
         """Record how many draft tokens were accepted, and the sum of their path probabilities."""
-        self._accepted = 2 + FORGETTING * (self._accepted - 2) + accepted
-        self._assumed = 2 + FORGETTING * (self._assumed - 2) + expected
+        self._accepted_tokens = 2 + FORGETTING * (self._accepted_tokens - 2) + accepted
+        self._expected_tokens = 2 + FORGETTING * (self._expected_tokens - 2) + expected
 
     def record_levels(self, draft: DraftLevels) -> None:
         """Record the levels of a draft."""
@@ -118,7 +118,7 @@ class AcceptanceEstimator:
             np.add.at(self._counts, (states[:-1], states[1:]), 1.0)
             np.add.at(self._sums, (states[:-1], states[1:]), expanded)
             np.add.at(self._sums_of_all, states[:-1], of_all)
-        self._expected = None
+        self._expected_by_state = None
 
     def expected(self, probability: ArrayLike, levels: int) -> Floats:
         """`[2, levels, …]` expected accepted tokens in up to 1, 2, … levels below nodes of these probabilities.
@@ -144,22 +144,22 @@ class AcceptanceEstimator:
         """
         weights = 1 + self._counts.sum(axis=1)
         start = (prior[START] + sums[START]) / weights[START]
-        assumed = 0.5 * (prior + start)
-        assumed[START] = prior[START]
-        return ((assumed + sums).T / weights).T
+        prior_mean = 0.5 * (prior + start)
+        prior_mean[START] = prior[START]
+        return ((prior_mean + sums).T / weights).T
 
     def _of_states(self, levels: int) -> Floats:
         """`[2, levels or more, 1 + STATES]` as `expected`, below nodes of each state."""
-        if self._expected is not None and self._expected.shape[1] >= levels:
-            return self._expected
+        if self._expected_by_state is not None and self._expected_by_state.shape[1] >= levels:
+            return self._expected_by_state
         power = self.transitions  # of as many levels as `accepted` has
         of_all = self._means(self._prior_of_all, self._sums_of_all)
         accepted = np.stack([power.sum(axis=1), of_all])[:, None]  # [2, n - 1, s] that the n-th token is accepted
         while accepted.shape[1] < levels:
             accepted = np.concatenate([accepted, accepted @ power.T], axis=1)
             power = power @ power
-        self._expected = accepted.cumsum(axis=1)
-        return self._expected
+        self._expected_by_state = accepted.cumsum(axis=1)
+        return self._expected_by_state
 
 
 def _column(values: Floats, width: int) -> Floats:

@@ -59,6 +59,13 @@ class DraftSession(ABC):
     def __init__(self, batch: DraftBatch):
         self.batch = batch
 
+    def passes_of(self, draft: DraftTree) -> Sequence[int]:
+        """`tokens_per_pass` of the last draft; if they are unknown, a pass for each of its levels."""
+        if self.tokens_per_pass is not None:
+            return self.tokens_per_pass
+        rows = sum(len(parents) > 0 for parents in draft.parents)
+        return [rows] * max((max(draft.depths(row)) for row in range(draft.batch)), default=0)
+
     @property
     def rows_can_change(self) -> bool:
         """Whether rows can join and leave between steps, by `keep_rows` and `append_rows`."""

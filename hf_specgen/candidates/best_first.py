@@ -49,10 +49,13 @@ class SearchLimits:
 def best_first(
     root: Tag, children: Callable[[Tag, int], Iterable[tuple[int, float, Tag]]], depth: int, limits: SearchLimits
 ) -> SearchTree[Tag]:
-    """The most probable tree. `children` yields token, acceptance and tag of each child, most likely first.
+    """The most probable tree of at most `depth` levels.
+
+    `children(tag, level)` yields token, acceptance and tag of each child of a node at depth `level` (the root: 0), most
+    likely first.
 
     Example:
-        >>> best_first(0, lambda tag, depth: [(tag + 1, 0.6, tag + 1), (9, 0.3, 9)], 2, SearchLimits(3)).tokens
+        >>> best_first(0, lambda tag, level: [(tag + 1, 0.6, tag + 1), (9, 0.3, 9)], 2, SearchLimits(3)).tokens
         [1, 2, 9]
     """
     tree: SearchTree[Tag] = SearchTree()
@@ -126,8 +129,8 @@ class SearchSession(DraftSession, Generic[Tag]):
     """Base class of sessions that search the tree of each row, without a forward pass.
 
     Trees are sized with path probabilities times the ratio of accepted to expected tokens of the row, at most 1: the
-    estimates are right for all texts together, and too high for texts that repeat little. A row that was above its
-    estimates has no credit for later drafts.
+    estimates are right for all texts together, and too high for texts that repeat little. Accepted tokens
+    beyond the expected ones are not counted, so that they do not raise the ratio of later drafts.
     """
 
     tokens_per_pass = ()

@@ -196,7 +196,7 @@ class _CombinedSession(DraftSession):
         tree = self._tree_without_pass
         for session, k in self._members[self._num_without_pass :]:
             draft = self._draft_member(session, k if self._needs_drafters else 0, max_depths)
-            self.tokens_per_pass += _passes(session, draft)
+            self.tokens_per_pass += session.passes_of(draft)
             if draft.nodes and self._verifies_one:
                 tree = draft
                 self._needs_drafters = False  # nothing is merged, and no further member drafts
@@ -223,14 +223,6 @@ class _CombinedSession(DraftSession):
             return best_first(root, children, max_depths[row], limits)
 
         return draft_rows(self.batch, self._tree_setting, max_depths, search, passes)[0]
-
-
-def _passes(session: DraftSession, draft: DraftTree) -> Sequence[int]:
-    """Tokens of each pass of a session's last draft; one for each level of the tree if it does not count them."""
-    if session.tokens_per_pass is not None:
-        return session.tokens_per_pass
-    rows = sum(len(parents) > 0 for parents in draft.parents)
-    return [rows] * max((max(draft.depths(row)) for row in range(draft.batch)), default=0)
 
 
 AUTO = CombinedCandidates()  # a strategy that needs no files and no training: n-grams and Token Recycling

@@ -241,9 +241,9 @@ class DraftModelDrafter(Drafter[UncachedText]):
         return runner
 
     def _without_unknown_ids(self, tokens: Sequence[int]) -> list[int]:
-        """Token ids, with 0 for those that the draft model has no embedding of: a target's table may be larger."""
+        """Token ids, with 0 for those that the draft model has no embedding of, as in place of images."""
         size = embedding_size(self._draft.model)
-        return [token if token < size else 0 for token in tokens]
+        return [token if 0 <= token < size else 0 for token in tokens]
 
     def _length(self, row: _CachedRow) -> int:
         """Tokens of a row in the cache after the next pass."""

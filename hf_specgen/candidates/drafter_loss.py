@@ -20,8 +20,8 @@ class DrafterLoss:
     A step in which they draft loses the time of drafting and of verifying more nodes. It gains the tokens that the
     tree of the other members does not have; each counts as the time that these members take for a token in this call.
     That the merged tree lacks a copied token is no loss of the drafters: `UnproposedTokens` corrects it. Drafters pause
-    while the loss is too high, and may lose 2% of the steps again, as with `AdaptiveDepth`. Without a latency model
-    they never pause.
+    while the loss is too high; each step of a pause reduces it by 0.02, as with `AdaptiveDepth`. Without a latency
+    model they never pause.
     """
 
     def __init__(self, batch: DraftBatch):
@@ -31,7 +31,7 @@ class DrafterLoss:
         # The loss of the last call, without its gains; drafters pause for one step at most before they draft again.
         earlier = memory.recall(self._model, self._key, DraftingLoss)
         self._loss = DraftingLoss(min(earlier.relative_time, MAX_DRAFTER_LOSS))
-        # Steps without drafters: their time in units of T(1), and their tokens. One plain step is assumed.
+        # Every step as it would be without drafters: its time in units of T(1), its tokens. The prior is a plain step.
         self._time_without_drafters = 1.0
         self._tokens_without_drafters = 1.0
 
@@ -43,7 +43,7 @@ class DrafterLoss:
     def observe(
         self, result: VerificationResult, tree_without_pass: DraftTree, tree: DraftTree, passes: Sequence[int]
     ) -> float:
-        """Count a step; returns the change of the loss above 0, negative where the drafters make up for earlier losses.
+        """Count a step; returns by how much max(0, loss) has changed, in plain steps: negative where gains reduced it.
 
         Args:
             result: its outcome.
@@ -56,7 +56,7 @@ class DrafterLoss:
         if latency is None:
             return 0.0
         plain = latency.target.seconds_of(rows)
-        # What the other members would have taken and yielded: recent steps count more than earlier ones.
+        # This step without drafters. Recent steps count more than earlier ones.
         time = latency.target.seconds_of(rows * (1 + tree_without_pass.nodes)) / plain
         paths = map(path_of_tokens, tree_without_pass.token_lists(), tree_without_pass.parents, result.tokens)
         tokens = 1 + sum(map(len, paths)) / rows

@@ -46,7 +46,7 @@ class _Queue:
 
 
 class FeatureQueue:
-    """Hidden states of accepted tokens that a head has not processed; beyond a window, all states inside it again."""
+    """Hidden states of accepted tokens that a head has not processed; beyond a window, all of it again."""
 
     def __init__(self, batch: DraftBatch, layers: Sequence[int], window: DraftWindow | None = None):
         self._batch = batch
@@ -144,7 +144,7 @@ class FeatureQueue:
     def _remove_first(self, index: int, row: _Queue, limit: float) -> tuple[torch.Tensor, list[int]]:
         """Remove the first `limit` features of a row, or all of fewer features; returns the token after each, too."""
         if limit <= 0 or not row.parts or self._state.has_ended(index):
-            return row.history[:0], []
+            return row.history[:0], []  # no features: an empty tensor of their width
         features = row.parts[0] if len(row.parts) == 1 else torch.cat(row.parts)
         row.parts = []
         if len(features) > limit:  # the later ones stay in the queue

@@ -6,11 +6,12 @@ synchronization.
 
 All tokens that were proposed are *candidates*; the children of a node are a *group*. Candidates that a pass of the
 drafter has run on are *expanded*; their *expansion index* counts them in that order, and is 0 for the row's last token.
-Group n + 1 has the children of expansion index n, and group 0 the last token itself, padded to the size of a group. A
+Group n + 1 has the children of expansion index n. Group 0 is the last token, padded to the size of a group: it is no
+candidate (`Growth.candidates` leaves it out), but candidate indices count it, so that the last token has index 0. A
 row whose last token is t, with two children of each node, after two passes that expanded b (1), then c (2) and d (3)::
 
     t ─┬─ a                     group      0  0 | 1  1 | 2  2 | 3  3   4  4     by candidate index 0, 1, 2, …
-       └─ b ─┬─ c ─┬─ e         token      t  . | a  b | c  d | e  f   g  h     a level between two bars
+       └─ b ─┬─ c ─┬─ e         token      t  . | a  b | c  d | e  f   g  h     bars separate levels
              │     └─ f         expansion  0  . | .  1 | 2  3 | .  .   .  .     expansion index; none: not expanded
              └─ d ─┬─ g         depth      0  0 | 1  1 | 2  2 | 3  3   3  3
                    └─ h         parent    -1 -1 | 0  0 | 1  1 | 2  2   3  3     the expansion index of its parent
@@ -164,7 +165,7 @@ class Growth:
         return Frontier(tokens, self.levels, self.expanded, self.children == 1, self._ancestors, depths, parent_index)
 
     def structure(self) -> TreeStructure:
-        """Depths of expanded nodes, ancestors of the last frontier, from `constants`, which live as long as a graph."""
+        """Depths of the last token and all expanded nodes (from `constants`), and ancestors of the last frontier."""
         depths = self.constants.depths[: 1 + self.expanded].expand(len(self.max_depths), -1)
         return TreeStructure(depths, self._ancestors.matrix)
 

@@ -27,9 +27,10 @@ from hf_specgen.tree import DraftTree
 
 
 class LevelDraft(Generic[T]):
-    """A draft while it is made.
+    """The draft of one step while it is made.
 
-    The text is what the drafter has taken for this draft, the estimator is that of the call.
+    `text` is the uncached input from `Drafter.take`; `k` the maximum depth of the strategy, which captured passes may
+    reach; a node is not expanded if its token's probability is below `threshold`; `estimator` is that of the call.
     """
 
     growth: Growth  # the trees; set by `build`
@@ -49,7 +50,7 @@ class LevelDraft(Generic[T]):
         self._text = text
         if batch.verifies_chains_only:
             tree = None
-        self._sizer = tree_sizer(tree, batch, text.depths, drafter.single_pass_tokens, estimator)
+        self._sizer = tree_sizer(tree, batch, text.depths, drafter.single_pass_tokens, estimator, threshold > 0)
         self._k = k
         self._threshold = threshold
         self._qs: list[torch.Tensor] = []  # q after the nodes of each pass, for rejection sampling
@@ -61,7 +62,7 @@ class LevelDraft(Generic[T]):
         self._first_level()
         # Captured functions may go beyond the deepest limit, so that there are few different ones.
         k = self._k if self._can_capture else max(self._text.depths)
-        while (plan := self._sizer.next(self.growth, k)) is not None:
+        while (plan := self._sizer.next_plan(self.growth, k)) is not None:
             self._expand(plan)
             self._sizer.record_passes(plan)
         self._sizer.record_levels()
@@ -108,7 +109,7 @@ class LevelDraft(Generic[T]):
 
     def _expand_first(self, capturable: CapturablePasses) -> bool:
         """Process new text and expand the first levels in one captured function; False if nothing was done."""
-        plan = self._sizer.first(self.growth, self._k)
+        plan = self._sizer.first_plan(self.growth, self._k)
         if plan is None:
             return False
         drafted = self._expand_captured(plan, capturable)

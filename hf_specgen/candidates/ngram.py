@@ -152,7 +152,7 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
             if history is not None and not answer:
                 expected += history.answers(prompt)
             # A prompt may have tokens that the target cannot choose, as in place of images.
-            text = [token if token < size else SEPARATOR for token in prompt]
+            text = [token if 0 <= token < size else SEPARATOR for token in prompt]
             row = RowText(text, self._odds, history, settings.min_ngram, settings.max_ngram, expected, size)
             self._texts.append(row)
 

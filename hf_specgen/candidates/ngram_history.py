@@ -87,7 +87,7 @@ class NgramHistory:
             tokens: the text; of one longer than `max_tokens`, its end.
             prompt_length: how many of its tokens are a prompt; the others count as generated.
         """
-        text = [*tokens, SEPARATOR][-self.max_tokens :]
+        text = [*(max(SEPARATOR, token) for token in tokens), SEPARATOR][-self.max_tokens :]
         prompt = max(0, prompt_length - (len(tokens) + 1 - len(text)))
         is_output = bytes(min(prompt, len(text))) + b"\1" * (len(text) - prompt)
         with self._lock:

@@ -102,10 +102,10 @@ def _ranked(batch: DraftBatch, predicted: DepthLogits, ranks: int) -> tuple[Dept
     return DepthLogits(scores, candidates), list(map(Ranked, tokens, values, previous_index))
 
 
-def best_combinations(ranked: Ranked, k: int, sizer: TreeSizer, is_sampled: bool = False) -> SearchTree[NodePlace]:
+def best_combinations(ranked: Ranked, k: int, sizer: TreeSizer, wants_q: bool = False) -> SearchTree[NodePlace]:
     """The most probable tree of a row; tags are the places of its nodes.
 
-    With `is_sampled` each group of siblings was drawn from q, and is in the tree once: had two branches the same draws,
+    With `wants_q` each group of siblings was drawn from q, and is in the tree once: had two branches the same draws,
     those of the second would not have the distribution q once the first is rejected.
 
     Example:
@@ -118,7 +118,7 @@ def best_combinations(ranked: Ranked, k: int, sizer: TreeSizer, is_sampled: bool
 
     def children(place: NodePlace, depth: int) -> Iterator[tuple[int, float, NodePlace]]:
         group = depth, place.own_index
-        if place.own_index >= 0 and not (is_sampled and group in used):
+        if place.own_index >= 0 and not (wants_q and group in used):
             used.add(group)
             for token, value, index in zip(*(part[group].tolist() for part in ranked), strict=True):
                 yield token, value, NodePlace(*group, index)

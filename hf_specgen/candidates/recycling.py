@@ -52,15 +52,16 @@ class RecyclingTable:
         choose, as in place of images at the end of a prompt, are left out.
         """
         count = top.successors.shape[1]
-        known = top.tokens < len(self._successors)
+        known = (top.tokens >= 0) & (top.tokens < len(self._successors))
         tokens = top.tokens[known]
         self._successors[tokens, :count] = top.successors[known]
         self._successors[tokens, count:] = -1
-        self._probabilities[tokens, :count] = top.probabilities[known]
+        with np.errstate(under="ignore"):  # float16 rounds the smallest ones to 0
+            self._probabilities[tokens, :count] = top.probabilities[known]
 
     def row(self, token: int) -> tuple[list[int], list[float]]:
         """The successors of a token, most likely first, and the probability of each; nothing if it is unknown."""
-        if token >= len(self._successors):
+        if not 0 <= token < len(self._successors):
             return [], []
         successors = self._successors[token].tolist()
         probabilities = self._probabilities[token].tolist()

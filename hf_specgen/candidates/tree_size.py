@@ -6,7 +6,7 @@ The path probability of a node is the product of the acceptance probabilities al
     seconds(n) = target's pass over 1 + n tokens of each row + the drafter's passes so far
 
 `FastestTreeSizer` verifies the number of nodes with the most tokens per second, and makes a further pass of the drafter
-as long as that raises it. `FixedTreeSizer` has a number of nodes, or chains, where no latencies are known.
+as long as that raises it. `FixedTreeSizer` is for `tree=<number>`, and for chains: `tree=None`, or no latencies known.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ class Plan(NamedTuple):
 
 
 class TreeSizer(ABC):
-    """Sizes the trees of one step: at most so many nodes of a row, and children of a node; 1 for chains."""
+    """Sizes the trees of one step: at most `max_nodes` nodes of a row and `children` of a node (1 child: chains)."""
 
     def __init__(self, max_nodes: int, children: int):
         self.max_nodes = max_nodes
         self.children = children
 
     @abstractmethod
-    def first(self, growth: Growth, k: int) -> Plan | None:
-        """The passes after the first level that are planned without a host synchronization; None if there are none."""
+    def first_plan(self, growth: Growth, k: int) -> Plan | None:
+        """The plan right after level 1, made without a host synchronization; None if `_plan_next` has to make it."""
 
-    def next(self, growth: Growth, k: int) -> Plan | None:
+    def next_plan(self, growth: Growth, k: int) -> Plan | None:
         """The next passes; None if the trees are large enough. No draft is deeper than `k`."""
         if max(growth.max_depths) <= growth.levels:
             return None
-        plan = None if growth.expanded else self.first(growth, k)  # which may plan without a synchronization
+        plan = None if growth.expanded else self.first_plan(growth, k)  # which may plan without a synchronization
         return plan or self._plan_next(growth, k)
 
     @abstractmethod
     def _plan_next(self, growth: Growth, k: int) -> Plan | None:
-        """`next` once no pass is planned by `first`; may copy the probabilities of the nodes so far to the host."""
+        """The plan where `first_plan` made none; may copy the probabilities of the nodes so far to the host."""
 
     def record_passes(self, plan: Plan) -> None:
         """Record passes that were made: their time, and how many nodes they expanded."""
@@ -75,13 +75,13 @@ class TreeSizer(ABC):
         """How many nodes of each row are verified."""
 
     @abstractmethod
-    def num_verified_of(self, paths: PathProbabilities, draft_seconds: float = 0.0, is_sampled: bool = False) -> int:
+    def num_verified_of(self, paths: PathProbabilities, draft_seconds: float = 0.0, wants_q: bool = False) -> int:
         """How many nodes of each row are verified, of trees that the drafter does not extend any more.
 
         Args:
             paths: of the nodes of each row.
             draft_seconds: what the drafter has taken.
-            is_sampled: take the first local maximum: whether a node is verified then depends on no node after it, as
+            wants_q: take the first local maximum: whether a node is verified then depends on no node after it, as
                 rejection sampling requires.
         """
 
@@ -94,15 +94,20 @@ class TreeSizer(ABC):
 
 
 class FixedTreeSizer(TreeSizer):
-    """Trees of at most so many nodes a row, expanded about the square root of that many at a time; or chains."""
+    """Trees of at most so many nodes a row, expanded about the square root of that many at a time; or chains.
 
-    def __init__(self, nodes: int = MAX_NODES, children: int = MAX_CHILDREN):
+    Args:
+        may_end_early: whether nodes may not be expandable, so that a chain may end before its maximum depth.
+    """
+
+    def __init__(self, nodes: int = MAX_NODES, children: int = MAX_CHILDREN, may_end_early: bool = False):
         super().__init__(nodes if children > 1 else maxsize, children)  # the depth limits a chain
         self._width = isqrt(nodes)
+        self._may_end_early = may_end_early
 
-    def first(self, growth: Growth, k: int) -> Plan | None:
+    def first_plan(self, growth: Growth, k: int) -> Plan | None:
         levels = _levels_after_first(growth, k)
-        if self.children == 1:
+        if self.children == 1 and not self._may_end_early:
             return Plan(levels, 1) if levels else None
         passes = min(growth.levels_per_sync - 1, levels)
         return Plan(passes, min(self._width, growth.children)) if passes else None
@@ -110,8 +115,9 @@ class FixedTreeSizer(TreeSizer):
     def _plan_next(self, growth: Growth, k: int) -> Plan | None:
         levels = max(growth.max_depths) - growth.levels  # that may follow
         since_sync = growth.levels % growth.levels_per_sync
-        # Synchronize after every `levels_per_sync` levels, but not to save the pass of one last level.
-        if not since_sync and levels > 1 and not growth.to_host().may_improve(self.max_nodes):
+        # Synchronize every `levels_per_sync` levels. Where that takes time, not to save the pass of one last level.
+        may_stop = not since_sync and (levels > 1 or growth.levels_per_sync == 1)
+        if may_stop and not growth.to_host().may_improve(self.max_nodes):
             return None
         passes = min(growth.levels_per_sync - since_sync, levels)
         return Plan(passes, min(self._width, growth.last_level_width))
@@ -119,7 +125,7 @@ class FixedTreeSizer(TreeSizer):
     def num_verified(self, growth: Growth) -> int:
         return self.max_nodes if self.children > 1 else max(1, *growth.max_depths)
 
-    def num_verified_of(self, paths: PathProbabilities, draft_seconds: float = 0.0, is_sampled: bool = False) -> int:
+    def num_verified_of(self, paths: PathProbabilities, draft_seconds: float = 0.0, wants_q: bool = False) -> int:
         return self.max_nodes
 
 
@@ -153,13 +159,13 @@ class FastestTreeSizer(TreeSizer):
         self._pass_seconds = _pass_seconds(latency.draft, rows)
         self._draft_seconds = latency.draft.draft_seconds([rows])  # of the draft so far; at first of one level
 
-    def first(self, growth: Growth, k: int) -> Plan | None:
+    def first_plan(self, growth: Growth, k: int) -> Plan | None:
         levels = min(_levels_after_first(growth, k), growth.levels_per_sync)
         if not levels or growth.levels_per_sync == 1:  # a synchronization is free
             return None
         width = min(len(self._pass_seconds), growth.children)
-        # The target's pass is timed as that of a chain, 1, 2, … nodes a row; the expected tokens count all candidates
-        # of each level.
+        # An optimistic estimate, before the host has any probability: the tokens of all candidates of each level in
+        # the time of verifying one node for each level.
         passes_ahead = np.arange(1 + levels)
         nodes = np.minimum(1 + passes_ahead, self.max_nodes)
         tokens = self._rows * (1 + self._estimator.expected_of_draft(1 + levels))
@@ -176,7 +182,7 @@ class FastestTreeSizer(TreeSizer):
             return None
         if growth.levels_per_sync == 1:
             return Plan(1, width)
-        # Not with this width, so that there are few different plans, since each is captured.
+        # `width` only decides whether there is a plan: the plan has the largest width, so that few graphs are captured.
         passes = min(growth.levels_per_sync, k - growth.levels)
         return Plan(passes, min(len(self._pass_seconds), growth.children))
 
@@ -241,11 +247,11 @@ class FastestTreeSizer(TreeSizer):
         probability = self._estimator.scaled(self._snapshot.probability[:, : self.max_nodes])
         return self.num_verified_of(probability.tolist(), self._draft_seconds)
 
-    def num_verified_of(self, paths: PathProbabilities, draft_seconds: float = 0.0, is_sampled: bool = False) -> int:
+    def num_verified_of(self, paths: PathProbabilities, draft_seconds: float = 0.0, wants_q: bool = False) -> int:
         gains = paths[0] if len(paths) == 1 else map(sum, zip_longest(*paths, fillvalue=0.0))
         tokens = np.cumsum([self._rows, *gains], dtype=float)[: len(self._target_seconds)]
         seconds = self._target_seconds[: len(tokens)] + draft_seconds
-        if is_sampled:
+        if wants_q:
             falls = np.flatnonzero(np.diff(tokens / seconds) < 0)
             return int(falls[0]) if len(falls) else len(tokens) - 1
         return fastest(tokens, seconds)
@@ -276,7 +282,7 @@ def _min_probability(seconds: Floats) -> float:
     """The least path probability of a node that a search adds, by the target's seconds T(n) for n nodes.
 
     A node with path probability p raises tokens per second only if p > (T(n + 1) - T(n)) / T(n + 1), a lower bound,
-    since a step emits at least one token per row. It is 0 for nodes that replace padding.
+    since a step emits at least one token per row. Where padding makes this bound 0, `MIN_NODE_PROBABILITY` counts.
     """
     return max(MIN_NODE_PROBABILITY, float((np.diff(seconds) / seconds[1:]).min()))
 
@@ -294,12 +300,14 @@ def tree_sizer(
     depths: Sequence[int],
     single_pass_tokens: int = 0,
     estimator: AcceptanceEstimator | None = None,
+    may_end_early: bool = False,
 ) -> TreeSizer:
     """What sizes the next trees of a batch, of rows with these maximum depths.
 
     Args:
         tree: maximum number of nodes; "auto" for the most tokens per second; None, or "auto" without latencies: chains.
         single_pass_tokens: see `Drafter.single_pass_tokens`.
+        may_end_early: see `FixedTreeSizer`.
     """
     if isinstance(tree, int):
         return FixedTreeSizer(tree)
@@ -310,7 +318,7 @@ def tree_sizer(
     pass_rows = max(rows, pass_rows)
     step = None if tree is None else batch.step_latency(pass_rows)
     if step is None:
-        return FixedTreeSizer(children=1)
+        return FixedTreeSizer(children=1, may_end_early=may_end_early)
     if single_pass_tokens:  # the whole draft takes one pass, and each further level nothing
         step = step._replace(draft=DraftLatency(overhead=step.draft.draft_seconds([rows * single_pass_tokens])))
     return FastestTreeSizer(step, rows, pass_rows, is_padded=pads_passes, estimator=estimator)

@@ -54,11 +54,12 @@ class DraftingLoss:
 class AdaptiveDepth(Policy):
     """Drafts while that is faster than plain decoding; sets the depth of chains, strategies size trees themselves.
 
-    A step with a draft loses its time, by the latency model, less the time of plain steps for the same tokens. Drafting
-    pauses while the losses of a call, less the gains and 2% of the plain steps, exceed 1.5 plain steps, the tokens that
-    the drafter has to process before its next draft included. So no call is slower than plain decoding by more than 2%,
-    1.5 plain steps and one draft, beside the drafter's prefill; where that takes more than 8% of the plain steps of the
-    call, only drafts without a forward pass are made. In a combination the drafters may lose 0.75 plain steps more, see
+    A step with a draft loses its time, by the latency model, less the time of plain steps for the same tokens.
+    Drafting pauses while the loss of the call is at least 1.5 plain steps. The time of the drafter for its uncached
+    tokens counts as a loss; each paused step reduces it by 0.02. So no call is slower than plain decoding by more
+    than 2%, 1.5 plain steps and one draft, beside the drafter's prefill; where that takes more than 8% of the plain
+    steps of the call, only drafts without a forward pass are made. In a combination the drafters may lose 0.75
+    plain steps more, see
     `DrafterLoss`. T(q) of the target and the time of drafting are measured once per model, rows and context
     (`hf_specgen.depth.calibrate`): on a CPU by the first steps, the first of which has no draft, nor has the first with
     at most half as many rows; on an accelerator in the time of eight to twelve plain steps. All ranks of a
@@ -91,6 +92,9 @@ class AdaptiveDepth(Policy):
 
     def start(self, call: Call) -> AdaptiveSession:
         return AdaptiveSession(self, call)
+
+    def measures_latency(self) -> bool:
+        return self.latency is None and not (self.is_assumed or torch.are_deterministic_algorithms_enabled())
 
     def __repr__(self) -> str:
         latency = "latency='assumed'" if self.is_assumed else "" if self.latency is None else "given latency"
@@ -127,9 +131,7 @@ class AdaptiveSession(PolicySession):
         # Set by `share`: whether several calls have one loss; whether latencies are those of this call's rows alone.
         self._has_shared_loss = False
         self._is_alone = False
-        self._is_measured = policy.latency is None and not (
-            policy.is_assumed or torch.are_deterministic_algorithms_enabled()
-        )
+        self._is_measured = policy.measures_latency()
         self.remembers = self._is_measured and call.settings.memory
         self._model = call.model if self.remembers else None
         self._key = ("loss", drafting.key, call.temperature)
@@ -204,7 +206,7 @@ class AdaptiveSession(PolicySession):
             calls = 1 + self._call.state.other_rows if self._has_shared_loss else 1  # each of which does this in a step
             self._loss.add(-LOSS_ALLOWANCE / calls)
             return [0] * len(limits)
-        depth = self._call.drafting.k if self._call.drafting.adaptive_tree else self._fastest_chain(rows, max(limits))
+        depth = self._call.drafting.k if self._call.drafting.adaptive_tree else self._fastest_depth(rows, max(limits))
         return [min(depth, limit) for limit in limits]
 
     def prefill_is_short(self) -> bool:
@@ -225,14 +227,15 @@ class AdaptiveSession(PolicySession):
             lost += self._uncached_cost(rows)
         return lost >= MAX_LOSS or not (is_free or self._has_drafted or self.prefill_is_short())
 
-    def _fastest_chain(self, rows: int, limit: int) -> int:
-        """The depth with the most expected tokens per second, at least 1, if each token is accepted equally often."""
+    def _fastest_depth(self, rows: int, limit: int) -> int:
+        """The depth with the most expected tokens per second, at least 1, at one acceptance rate and tree width."""
         target, drafter = self._at(rows)
         depths = np.arange(1, min(self._call.drafting.k, limit) + 1)
         nodes = self._nodes_per_level * depths
-        tokens = 1 + np.cumsum((self._accepted / self._verified) ** depths)
+        with np.errstate(under="ignore"):
+            tokens = 1 + np.cumsum((self._accepted / self._verified) ** depths)
         seconds = np.array([target.seconds_of(rows * (1 + count)) for count in nodes])
-        return 1 + fastest(tokens, seconds + depths * drafter.pass_seconds(rows))
+        return 1 + fastest(tokens, seconds + drafter.overhead + depths * drafter.pass_seconds(rows))
 
     def observe(self, step: StepRecord) -> None:
         """Use the times of a step; count the loss and the acceptance of one with a draft."""

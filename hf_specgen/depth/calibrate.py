@@ -38,8 +38,8 @@ DRAFTS_TIMED = 16  # from which the time of drafting is derived
 DRAFTS_TIMED_ON_CPU = 5
 MAX_PLAIN_STEPS = 8.0
 MAX_PLAIN_STEPS_NEW_SIZE = 12.0
-"""Plain steps after which no pass is timed again, and after which no further size is timed. Where T(8) is three plain
-steps, T(24) may be no more, which deep drafts need to know: in the time of eight it would not be measured there."""
+"""Time limits in plain steps: for timing a size again, and for a new size. The second is higher because T(24) would not
+fit into 8 where T(8) is 3, although it may be no longer than T(8), which deep drafts need to know."""
 
 
 def recalled_curve(call: Call) -> CostCurve | None:
@@ -57,7 +57,7 @@ def recalled_curve(call: Call) -> CostCurve | None:
 
 
 def model_curve(model: PreTrainedModel) -> CostCurve | None:
-    """T(q) of one row with a short text, for passes that no `Target` runs; measured now, if no call has done so."""
+    """T(q) of one row with a text of 8 tokens, for the packed steps of Transformers; measured now if it is unknown."""
     state = GenerationState(torch.zeros(1, 8, dtype=torch.long))
     state.append(0, [0])
     call = Call(model, state, GenerationConfig(), settings=CallSettings(compile=False))

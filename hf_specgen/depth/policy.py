@@ -71,6 +71,10 @@ class Policy(ABC):
     def start(self, call: Call) -> PolicySession:
         """Return the session of a call."""
 
+    def measures_latency(self) -> bool:
+        """Whether sessions measure T(q); then `generate_batch` measures it for them, before it begins."""
+        return False
+
 
 class _SameDepth(PolicySession):
     """The same depth for all rows: a function of the rows that take part."""
@@ -156,6 +160,9 @@ class DisableWhen(Policy):
         above = self.temperature_above is not None and call.temperature > self.temperature_above
         disabled = above or call.max_new_tokens < self.new_tokens_below
         return (FixedDepth(0) if disabled else self.otherwise).start(call)
+
+    def measures_latency(self) -> bool:
+        return self.otherwise.measures_latency()
 
 
 class MovingWindow(Policy):

@@ -32,8 +32,8 @@ fewer, the sizes whose times happen to be short are preferred for ever."""
 SIZE_MULTIPLE = 8
 """Sizes above 16 are rounded up to a multiple of 8: trees of all sizes are verified, so that a single size rarely comes
 twice."""
-ARITHMETIC = 64  # tokens of a pass from which on its time is assumed to grow in proportion
-CONTRADICTIONS = 3
+COMPUTE_BOUND_TOKENS = 64  # tokens of a pass from which on its time is assumed to grow in proportion
+NUM_CONTRADICTIONS = 3
 """Later steps in a row that take less than half of the median and replace it: other processes delayed the first ones.
 A change of the machine's speed does not cause them, since the slowdown includes it after two steps."""
 SAVED = "latency"  # the kind of `saved_results`
@@ -61,14 +61,14 @@ class StepTimes:
     def with_sample(self, size: int, seconds: float) -> StepTimes:
         """With another time of a size, where it has fewer than `SAMPLES`.
 
-        Later times count only if `CONTRADICTIONS` in a row are less than half of the median.
+        Later times count only if `NUM_CONTRADICTIONS` in a row are less than half of the median.
         """
         earlier = self.samples.get(size, ())
         times = (*earlier, seconds)
         is_settled = len(earlier) >= SAMPLES
         if is_settled and 2 * seconds >= self.medians[size]:  # no contradiction: forget those before
             times = earlier[:SAMPLES]
-        elif len(times) == SAMPLES + CONTRADICTIONS:  # begin anew with the contradictions
+        elif len(times) == SAMPLES + NUM_CONTRADICTIONS:  # begin anew with the contradictions
             times = times[SAMPLES:]
         return self if times == earlier else replace(self, samples={**self.samples, size: times})
 
@@ -93,7 +93,7 @@ class StepTimes:
 
     @cached_property
     def curve(self) -> CostCurve:
-        """T(q): the median of each size, in which the time that other sizes let expect counts as one sample more.
+        """T(q): for each size the mean of its n samples' median, n times, and the time interpolated from others.
 
         A size with one time may have been delayed in it, and would not be tried again if it were taken for too slow:
         the time counts only if it is less than expected.
@@ -134,8 +134,8 @@ class StepTimes:
             if size > largest:
                 on_line = points[largest] + slope * (size - largest)
                 tokens, timed_tokens = self.batch * size, self.batch * largest
-                growth = sqrt(min(tokens, ARITHMETIC) / min(timed_tokens, ARITHMETIC))
-                growth *= max(tokens, ARITHMETIC) / max(timed_tokens, ARITHMETIC)
+                growth = sqrt(min(tokens, COMPUTE_BOUND_TOKENS) / min(timed_tokens, COMPUTE_BOUND_TOKENS))
+                growth *= max(tokens, COMPUTE_BOUND_TOKENS) / max(timed_tokens, COMPUTE_BOUND_TOKENS)
                 points[size] = min(on_line, points[largest] * growth)
         sizes = tuple(sorted(points))
         return CostCurve(sizes, tuple(points[size] for size in sizes), self.context, self.batch)
@@ -188,7 +188,7 @@ class PassTimer:
         before = self.times
         if self._slowdowns:  # seconds at the speed of the first step
             self.times = before.with_sample(size, seconds / median(self._slowdowns))
-        if size in self.times.medians:  # not T(q), which may be expected to be another one
+        if size in self.times.medians:  # what was timed, not `curve`, which is shifted towards the time expected
             self._slowdowns.append(seconds / self.times.medians[size])
         elif not self._slowdowns:
             self._steps_at_unknown_speed += 1
@@ -209,8 +209,8 @@ class PassTimer:
             saved_results.save(SAVED, self._shared_key, saved)
 
 
-def _raised(curve: CostCurve, largest: int, of_more_rows: CostCurve) -> CostCurve:
-    """T(q) in which sizes beyond the largest timed one take what their tokens add to a pass of more rows."""
+def _with_lower_bound(curve: CostCurve, largest: int, of_more_rows: CostCurve) -> CostCurve:
+    """T(q) in which sizes beyond the largest timed one take at least T(1) plus what their tokens add at more rows."""
     first = curve.seconds[0]
     seconds = tuple(
         time if q <= largest else max(time, first + of_more_rows.seconds_of(q * curve.batch) - of_more_rows.seconds[0])
@@ -259,7 +259,7 @@ class PassTimers:
         curves: list[CostCurve] = []
         for _, timer in sorted(self._timers.items(), reverse=True):
             curve = replace(timer.times.curve, context=max(1, self._call.context_length))
-            curves.append(_raised(curve, max(timer.times.samples), curves[-1]) if curves else curve)
+            curves.append(_with_lower_bound(curve, max(timer.times.samples), curves[-1]) if curves else curve)
         return tuple(curves)
 
     def observe(self, step: StepRecord) -> bool:

@@ -212,7 +212,7 @@ def first_difference(
     seed: int,
     inputs: dict[str, torch.Tensor] | None,
 ) -> dict[str, Any] | None:
-    """The first token at which `ours` differs from `plain`, in any row, and whether rounding explains it; else None.
+    """The first token of any row that differs, and whether rounding explains it; None if all tokens are equal.
 
     A sampled token is the argmax of p / e, e exponential noise: of ``logit / temperature - log e``. Two tokens whose
     values are closer than the rounding of both logits may exchange their places. (Top-k and top-p leave the order of

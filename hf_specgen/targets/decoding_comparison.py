@@ -20,10 +20,11 @@ from transformers import DynamicCache, EncoderDecoderCache
 from hf_specgen import compat
 from hf_specgen.call import UnsupportedModelError
 from hf_specgen.random_state import RandomOperations, global_generator
+from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.exact_arithmetic import HALF, ExactArithmetic
 from hf_specgen.targets.fingerprint import matmul_precision
-from hf_specgen.targets.hooks import WatchedHooks, package_of
+from hf_specgen.targets.hooks import WatchedHooks, may_keep_results, package_of, treats_rows_alike
 from hf_specgen.targets.inputs import PreparedCall
 from hf_specgen.targets.model_parts import cached_tokens
 from hf_specgen.targets.requirements import TargetRequirements, make_target
@@ -57,6 +58,8 @@ def find_difference(call: PreparedCall, exit_layer: int | None) -> str | None:
     cache = call.model_kwargs.get(compat.CACHE)
     # New keys would be rounded to the dtype of cached ones; hooks that load weights would keep converted ones.
     is_convertible = not _is_begun(cache) and not compat.has_device_hooks(call.model)
+    if may_keep_results(call.model, any_class=precision in HALF):  # which must be in this precision
+        _decode_plainly(call, 1)
     if precision in HALF:
         if is_convertible:
             exact_reason = _exact_difference(call, exit_layer)
@@ -102,10 +105,16 @@ def compare(call: PreparedCall, exit_layer: int | None, precision: torch.dtype) 
             is_training = any(module.training for module in model.modules())  # a new adapter is, also after eval()
             return f"{IN_TRAINING} {RANDOM}" if is_training else RANDOM
     requirements = TargetRequirements(exit_layer=exit_layer)
-    kwargs = {**model_kwargs, compat.CACHE: _copied_cache(model_kwargs)}
-    target = make_target(requirements, model, input_ids, config, kwargs)
+
+    def new_target() -> Target:
+        kwargs = {**model_kwargs, compat.CACHE: _copied_cache(model_kwargs)}
+        return make_target(requirements, model, input_ids, config, kwargs)
+
     try:
-        drafted = [logits.to(plain[0]) for logits in _decode_drafts(target, tokens)]
+        drafted = [logits.to(plain[0]) for logits in _decode_drafts(new_target(), tokens)]
+        if not treats_rows_alike(model):
+            drafted.append(_after_long_draft(new_target(), tokens, plain[2]))
+            plain = (*plain, plain[2])
     except (AssertionError, AttributeError, IndexError, NotImplementedError, TypeError) as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         if package_of(frame.f_globals.get("__name__", "")) == package_of(__name__):
@@ -120,12 +129,12 @@ def compare(call: PreparedCall, exit_layer: int | None, precision: torch.dtype) 
     return f"in a trial run its logits differed from those of plain decoding by {max(errors):.2g} standard deviations"
 
 
-def _decode_plainly(call: PreparedCall) -> Any:
+def _decode_plainly(call: PreparedCall, steps: int = STEPS) -> Any:
     """The output of plain decoding with a cache of its own."""
     model, input_ids, config, model_kwargs = call
     copied = _copied_cache(model_kwargs)
     cache = DynamicCache(config=model.config.get_text_config()) if copied is None else copied
-    return compat.decode_plainly(model, input_ids, config, STEPS, {**model_kwargs, compat.CACHE: cache})
+    return compat.decode_plainly(model, input_ids, config, steps, {**model_kwargs, compat.CACHE: cache})
 
 
 def _copied_cache(model_kwargs: dict[str, Any]) -> Any:
@@ -172,3 +181,25 @@ def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torc
     step = target.forward(chains, [row[1 if is_odd else 2] for row, is_odd in zip(tokens, odd, strict=True)])
     logits.append(torch.stack([step[row, is_odd] for row, is_odd in enumerate(odd)]))
     return logits
+
+
+def _after_long_draft(target: Target, tokens: Sequence[Sequence[int]], plain: torch.Tensor) -> torch.Tensor:
+    """Logits `[batch, vocab]` after t1 in a pass as long as a draft's, where a hook of a user may do something else.
+
+    The draft is t1 many times; of a tree the copy that differs most from the `plain` logits after t1 counts, of a chain
+    the first one.
+    """
+    target.prefill()
+    first = max(target.first_positions)
+    is_chain = target.verifies_chains_only
+    room = min(target.last_position - first if is_chain else MAX_DRAFT_SLOTS, target.max_draft_tokens)
+    nodes = int(min(room, MAX_DRAFT_SLOTS - 1)) if first + 2 * MAX_DRAFT_SLOTS <= target.slot_limit else 1
+    parents = chain_parents(nodes) if is_chain else Parents((-1,) * nodes)
+    tree = DraftTree([[row[1]] * nodes for row in tokens], (parents,) * len(tokens))
+    if isinstance(target, EarlyExitTarget):
+        target.run_early(DraftTree.empty(len(tokens)), torch.tensor([row[:1] for row in tokens]))
+        early = tree.first_nodes(1)
+        target.run_early(early, early.tokens)
+    copies = target.forward(tree, [row[0] for row in tokens])[:, 1 : 2 if is_chain else None].to(plain)
+    farthest = (copies - plain[:, None]).abs().amax(dim=-1).argmax(dim=1)
+    return copies[torch.arange(len(copies)), farthest]

@@ -35,7 +35,8 @@ def computation(model: PreTrainedModel) -> tuple[Hashable, ...]:
     These are the classes of its modules, their hooks, replaced `forward`s and plain attributes, the config, and the
     attention function; of weights that are no plain tensors, as quantised ones, the classes and plain attributes. Of
     hooks and replaced functions also the settings that they refer to, see `function_state`. A module visited in the
-    same place, of the same class and with the same attributes, computes the same.
+    same place, of the same class and with the same attributes, computes the same. Each module has a tuple of its own:
+    records that a hook collects during passes move no other value.
     """
     values: list[Hashable] = [compat.global_hooks()]
     skipped = len(STANDARD_ATTRIBUTES)
@@ -55,21 +56,21 @@ def computation(model: PreTrainedModel) -> tuple[Hashable, ...]:
         settings = settings_of_class.get(module_class)
         if settings is None:
             settings = settings_of_class[module_class] = _settings_reader(module_class)
-        values += (module_class, attributes.get("training"))  # a compiled module has that of its part
-        values += settings(islice(attributes.values(), skipped, None))
+        of_module = [module_class, attributes.get("training")]  # a compiled module has that of its part
+        of_module += settings(islice(attributes.values(), skipped, None))
         for tensor in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
             tensor_class: Any = type(tensor)
             if tensor_class not in PLAIN_TENSORS:
-                values += (tensor_class, *hooks.plain_values([hooks.own_attributes(tensor)]))
+                of_module += (tensor_class, tuple(hooks.plain_values([hooks.own_attributes(tensor)])))
         if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] or "forward" in attributes:
-            for function in hooks.changed_functions(module):
-                values += hooks.function_state(function)
+            of_module += map(hooks.function_state, hooks.changed_functions(module))
+        values.append(tuple(of_module))
     # Functions of a class may be replaced for all its modules, as kernel libraries do.
     values.append(frozenset((module_class, module_class.forward) for module_class in settings_of_class))
     config = text_config(model)
     implementation = compat.attention_implementation(config)
-    values += (implementation, *hooks.function_state(registered_attention(implementation)))
-    values += hooks.plain_values([hooks.own_attributes(model.config), hooks.own_attributes(config)], limit=None)
+    values += (implementation, hooks.function_state(registered_attention(implementation)))
+    values += (tuple(hooks.plain_values([hooks.own_attributes(one)], limit=None)) for one in (model.config, config))
     return tuple(values)
 
 
@@ -78,7 +79,7 @@ def _settings_reader(module_class: type[nn.Module]) -> Callable[[Iterable[Any]],
     package = hooks.package_of(module_class.__module__)
     if package == "peft":  # active and merged adapters
         return lambda attributes: [hooks.text_of(value) for value in attributes if type(value) in hooks.SETTING_TYPES]
-    return _plain_attributes if package in hooks.LIBRARIES else hooks.plain_values
+    return _plain_attributes if package in hooks.LIBRARIES else hooks.values_by_variable
 
 
 def _plain_attributes(attributes: Iterable[Any]) -> list[Hashable]:

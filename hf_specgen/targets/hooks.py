@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
 SETTING_TYPES = PLAIN_TYPES | {list, tuple}
 LIBRARIES = ("torch", "transformers", "transformers_modules", "peft", "accelerate", "builtins", "hf_specgen")
 """Packages whose modules have their settings in plain attributes, and whose functions refer to no other settings."""
+OWN_CLASSES = ("torch", "transformers", "peft")
+"""Packages whose modules keep nothing that they compute in a pass."""
 QUANTIZERS = ("bitsandbytes", "torchao", "compressed_tensors", "gptqmodel", "auto_gptq", "awq", "hqq", "optimum")
 """Packages of quantised layers, which treat each row alike."""
 TRAINERS = ("accelerate", "trl")
@@ -103,6 +105,13 @@ def treats_rows_alike(model: nn.Module) -> bool:
     return not compat.global_hooks() and package_of(getattr(_attention(model), "__module__", "")) in packages
 
 
+def may_keep_results(model: nn.Module, any_class: bool) -> bool:
+    """Whether a hook or replaced `forward` may keep what it computes; with `any_class` also a class of others."""
+    if any_class and any(package_of(type(module).__module__) not in OWN_CLASSES for module in model.modules()):
+        return True
+    return any(True for module in model.modules() for _ in changed_functions(module))
+
+
 def _attention(model: nn.Module) -> Any:
     """The registered attention function of a model; something of this package if it has none."""
     config = getattr(model, "config", None)
@@ -119,11 +128,11 @@ def _hands_on(function: Any) -> bool:
 
 
 def function_state(function: Any) -> tuple[Hashable, ...]:
-    """The identity of a function, and the plain values among the variables, attributes and globals that it refers to.
+    """The identity of a function, and the plain values in each variable, attribute and global that it refers to.
 
     So a hook that is switched by a variable has another state afterwards.
     """
-    return (_reference(function), *plain_values(_variables(function)))
+    return (_reference(function), *values_by_variable(_variables(function)))
 
 
 def _reference(function: Any) -> Hashable:
@@ -191,6 +200,44 @@ def plain_values(variables: Iterable[Any], limit: int | None = MAX_VALUES) -> li
     return values
 
 
+def values_by_variable(variables: Iterable[Any]) -> list[Hashable]:
+    """The plain values in each variable: itself, or a tuple of those in a collection or object, see `plain_values`.
+
+    So a collection that grows changes no place of the values of other variables.
+    """
+    return [one if type(one) in PLAIN_TYPES else tuple(plain_values([one])) for one in variables]
+
+
+Place = tuple[int, ...]
+
+
+def changed_places(before: Hashable, after: Hashable, place: Place = ()) -> Iterator[tuple[Place, bool]]:
+    """Where nested tuples differ, as indices from the outside in, each with whether a value has changed there.
+
+    If not, values were added or removed, so that the values in this place cannot be compared one by one.
+    """
+    if before is not after and isinstance(before, tuple) and isinstance(after, tuple):
+        if len(before) != len(after):
+            yield place, False
+            return
+        for index, (one, other) in enumerate(zip(before, after, strict=True)):
+            yield from changed_places(one, other, (*place, index))
+    elif before is not after and before != after:  # NaN is itself, as in a comparison of tuples
+        yield place, True
+
+
+def without_places(values: tuple[Hashable, ...], places: Iterable[Place]) -> tuple[Hashable, ...]:
+    """Nested tuples without the values in these places."""
+    inner: dict[int, list[Place]] = {}
+    for index, *rest in places:
+        inner.setdefault(index, []).append(tuple(rest))
+    return tuple(
+        value if index not in inner else without_places(cast(tuple[Hashable, ...], value), inner[index])
+        for index, value in enumerate(values)
+        if () not in inner.get(index, ())
+    )
+
+
 def text_of(value: Any) -> str | None:
     """A plain value, or a collection of plain values, as text; None for any other."""
     return repr(value) if is_plain(value) else None
@@ -245,11 +292,12 @@ class WatchedHooks:
             after = function_state(function)
             has_changed_results = result is not None or _versions((args, kwargs)) != versions
             # Added values are records, such as the shapes of all passes.
-            has_changed_values = after != state and len(after) == len(state)
+            has_changed_values = any(is_changed for _, is_changed in changed_places(state, after))
             if (after != state and has_changed_results) or (has_changed_values and returns_value):
                 self.keep_state = True
             return result
 
+        call.__module__ = getattr(function, "__module__", None) or ""  # a user's, also for other threads
         return call
 
 

@@ -130,7 +130,7 @@ class CallInputs:
         return [rows.index(row) for row in index], [index[row] for row in rows]
 
     def prefill(self, cache: Any, shares_prompts: bool = True) -> torch.Tensor:
-        """The logits after the prompt, `[batch, 1, vocab]`; raises if it caches more positions than that has, or none.
+        """The logits after the prompt, `[batch, 1, vocab]`; raises if the model caches none of it, or more positions.
 
         With `shares_prompts` the samples of a group, or of a batch with repeated prompts, are prefilled once for each
         different prompt.
@@ -157,7 +157,7 @@ class CallInputs:
                 "candidate_generator="
             )
         if self.prefill_rows is not None:
-            cache.check_pass()  # which selecting rows would hide
+            cache.check_pass()  # before rows are selected, after which it would detect nothing
             cache.batch_select_indices(torch.tensor(self.prefill_rows))
         self._others = self._other_arguments(cache)
         return self.by_row(cast(torch.Tensor, outputs.logits)[:, -1:])
@@ -188,7 +188,7 @@ class CallInputs:
         return text if self.axes is None else text + self.axes.to(text.device)
 
     def arguments(self, tokens: dict[str, torch.Tensor], mask: Any, positions: torch.Tensor) -> dict[str, Any]:
-        """The arguments of a pass but the cache; the tokens are under the name that the module has for them."""
+        """The arguments of a pass but the cache, under the decoder's names for them; `tokens` is `{"input_ids": …}`."""
         values = {**tokens, "attention_mask": mask}
         if self._takes_positions:
             if self._has_positions_by_row:

@@ -26,12 +26,12 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specgen import compat, saved_results
+from hf_specgen import compat, random_state, saved_results
 from hf_specgen.call import UnsupportedModelError
 from hf_specgen.targets.decoding_comparison import IN_TRAINING, STEPS, UndecidedError, find_difference
 from hf_specgen.targets.early_exit import divisible_layers
 from hf_specgen.targets.fingerprint import computation, matmul_precision, weights_sample
-from hf_specgen.targets.hooks import treats_rows_alike
+from hf_specgen.targets.hooks import Place, changed_places, treats_rows_alike, without_places
 from hf_specgen.targets.inputs import PreparedCall, accompanying_inputs, without_router_loss
 from hf_specgen.targets.model_parts import reads_encoder, takes_no_mask, text_config
 from hf_specgen.targets.requirements import TargetRequirements
@@ -67,7 +67,7 @@ class Results:
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a forward pass may call `generate` of the same model
         self._reasons: OrderedDict[tuple[Any, ...], str | None] = OrderedDict()
-        self._changed_by_passes: set[int] = set()
+        self._changed_by_passes: set[Place] = set()
 
     def find(
         self, model: PreTrainedModel, state: tuple[Any, ...], key: tuple[Any, ...], trial: Callable[[], str | None]
@@ -82,10 +82,10 @@ class Results:
             is_saved = can_be_saved and saved_results.load(SAVED, shared) == PASSED
             if not is_shared and not is_saved:
                 reason = trial()
-                pairs = enumerate(zip(state, computation(model), strict=False))
-                changed = {index for index, (before, after) in pairs if before != after}
-                self._changed_by_passes |= changed
-                if not changed:
+                after = computation(model)
+                # Without the place of the whole: where modules were added or removed, no value is to be left out.
+                self._changed_by_passes |= {place for place, _ in changed_places(state, after) if place}
+                if after == state:
                     with _lock:
                         _keep(_shared, shared, reason)
                     if reason is None and can_be_saved:
@@ -97,7 +97,7 @@ class Results:
         """The values but those that passes themselves have changed, such as counters."""
         if not self._changed_by_passes:
             return state
-        return tuple(value for index, value in enumerate(state) if index not in self._changed_by_passes)
+        return without_places(state, self._changed_by_passes)
 
 
 def _keep(results: OrderedDict[tuple[Any, ...], str | None], key: tuple[Any, ...], reason: str | None) -> None:
@@ -197,7 +197,7 @@ class SelfCheck:
                     self._model,
                     self._state,
                     (*self._key, *trial.key),
-                    lambda: find_difference(trial.call(), self._exit_layer),
+                    lambda: self._difference(trial),
                 )
         except UndecidedError:
             return None
@@ -212,6 +212,11 @@ class SelfCheck:
         if difference is None:
             return None
         return Problem(trial.reason.format(difference), self._remedy(trial, difference), cause)
+
+    def _difference(self, trial: Trial) -> str | None:
+        """What a trial finds now; the random generators stay as they are, whatever the model draws."""
+        with random_state.kept(compat.input_device(self._model)):
+            return find_difference(trial.call(), self._exit_layer)
 
     def _remedy(self, trial: Trial, reason: str) -> str:
         """What the caller can do: the remedy of the trial, unless something else is simpler."""
@@ -234,7 +239,7 @@ def short_text(
     saved = getattr(model.generation_config, "min_new_tokens", None)
     minimum = "min_length" if saved is None else "min_new_tokens"  # Transformers warns of both
     settings = {"max_new_tokens": STEPS, minimum: 0, "num_return_sequences": 1, "do_sample": False}
-    settings |= {"use_cache": True, "pad_token_id": 0, **without_router_loss(model)}
+    settings |= {"num_beams": 1, "use_cache": True, "pad_token_id": 0, **without_router_loss(model)}
     prepared = compat.prepared_call(model, input_ids=input_ids, attention_mask=mask, **settings)
     prepared[2].pop(compat.CACHE, None)
     return prepared

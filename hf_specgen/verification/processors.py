@@ -41,6 +41,7 @@ READS_SCORES = _classes("TopHLogitsWarper EtaLogitsWarper")
 """Score-only processors that read scores on the host, which a CUDA graph cannot repeat."""
 REMOVES_NAN = _classes("InfNanRemoveLogitsProcessor")
 """Processors that replace NaN in scores, so that these no longer show that hidden states of the step were NaN."""
+STATEFUL = _classes("UnbatchedClassifierFreeGuidanceLogitsProcessor SynthIDTextWatermarkLogitsProcessor")
 ROW_WISE = _classes(
     "MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor RepetitionPenaltyLogitsProcessor "
     "EncoderRepetitionPenaltyLogitsProcessor NoRepeatNGramLogitsProcessor EncoderNoRepeatNGramLogitsProcessor "
@@ -92,14 +93,22 @@ def checked(
 
 
 def undo_of(functions: Sequence[Any]) -> Callable[[], None]:
-    """Returns what sets the attributes of a user's functions, such as counters, back to their present values."""
-    attributes = [vars(function) for function in functions if is_users(function) and hasattr(function, "__dict__")]
+    """Returns what sets the attributes of a user's functions, such as counters, back to their present values.
+
+    Of Transformers' own processors those that keep a state, which a user may have made.
+    """
+    functions = [function for function in functions if is_users(function) or type(function) in STATEFUL]
+    attributes = [vars(function) for function in functions if hasattr(function, "__dict__")]
     copies = [{name: _copied(value) for name, value in values.items()} for values in attributes]
+    generators = [value for values in attributes for value in values.values() if isinstance(value, torch.Generator)]
+    states = [generator.get_state() for generator in generators]
 
     def undo() -> None:
         for values, copied in zip(attributes, copies, strict=True):
             values.clear()
             values.update(copied)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
     return undo
 

@@ -102,10 +102,10 @@ SWIN = of("donut-swin", **SWIN_HEADS, depths=[1, 1], embed_dim=16, window_size=2
 
 CHECKPOINTS = [
     # Text alone
-    row("Qwen3", "qwen3", heads="EAGLE-3, DFlash, DFlash2, DSpark, PARD, Domino, JetSpec"),
+    row("Qwen3", "qwen3", heads="EAGLE-3, P-EAGLE, DFlash, DFlash2, DSpark, PARD, PARD-2, Domino, JetSpec, Uno"),
     row("Qwen3-30B-A3B, Qwen3-Coder", "qwen3_moe", heads="EAGLE-3, DFlash"),
     row("Qwen3-Next, Qwen3-Coder-Next", "qwen3_next", heads="DFlash, MTP, EAGLE-3", **STATES),
-    row("gpt-oss", "gpt_oss", heads="EAGLE-3, DFlash", layers="sf"),
+    row("gpt-oss", "gpt_oss", heads="EAGLE-3, P-EAGLE, DFlash", layers="sf"),
     row("OLMo 2", "olmo2"),
     row("Hunyuan dense", "hunyuan_v1_dense"),
     row("BitNet", "bitnet"),
@@ -115,11 +115,11 @@ CHECKPOINTS = [
     row("DeepSeek-V3.2", "deepseek_v32", heads="MTP", **DSA),
     row("GLM-5, GLM-5.2, GLM-5.3", "glm_moe_dsa", heads="DSpark, DFlash2, MTP", **DSA),
     row("LFM2, LFM2.5", "lfm2", heads="DSpark", layers="vfvf"),
-    row("LFM2-MoE", "lfm2_moe", layers="vfvf", num_dense_layers=1),
+    row("LFM2-MoE", "lfm2_moe", heads="DSpark", layers="vfvf", num_dense_layers=1),
     row("Bamba", "bamba", num_hidden_layers=4, attn_layer_indices=[1, 3]),
     row("Falcon-H1", "falcon_h1", mamba_d_ssm=128),
     row("Granite 4 H", "granitemoehybrid", layers="lflf"),
-    row("Nemotron-H, Nemotron 3", "nemotron_h", heads="DFlash", **SPEC["recurrent"]["nemotron_h"]),
+    row("Nemotron-H, Nemotron 3", "nemotron_h", heads="DFlash, DSpark", **SPEC["recurrent"]["nemotron_h"]),
     row("Zamba 2", "zamba2", attention_hidden_size=128, attention_head_dim=32, **SPEC["recurrent"]["zamba2"]),
     row("DeepSeek-V4", "deepseek_v4", heads="DSpark", **COMPRESSED),
     row("Jamba", "jamba", num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1),
@@ -157,13 +157,18 @@ CHECKPOINTS = [
     row("ERNIE-4.5-VL", "ernie4_5_vl_moe", "grid 4", text={"moe_intermediate_size": [48, 32], **rope(3, 3, 2)}),
     row("PaddleOCR-VL", "paddleocr_vl", "grid_pixels 4", text=MROPE),
     row("EXAONE 4.5", "exaone4_5", "grid 4", text=MIXED),
-    row("MiniMax-M3", "minimax_m3_vl", "grid 4", heads="DSpark"),
+    row("MiniMax-M3", "minimax_m3_vl", "grid 4", heads="DFlash, DSpark"),
     row("Kimi K2.5, K2.6, K2.7", "kimi_k25", "grid_pixels 4", heads="DFlash, EAGLE-3", text=MLA, **KIMI),
     row("Gemma 3", "gemma3", "pixels 4", heads="EAGLE-3", text=MIXED),
     row("Gemma 3n", "gemma3n", "pixels 4", text=MIXED),
     row("Gemma 4 E2B, E4B", "gemma4", "patches 4", vision=GEMMA_VISION, heads="assistant", text=GEMMA_E),
     row(
-        "Gemma 4 31B", "gemma4", "patches 4", vision=GEMMA_VISION, heads="assistant, EAGLE-3, DFlash", text=GEMMA_DENSE
+        "Gemma 4 31B",
+        "gemma4",
+        "patches 4",
+        vision=GEMMA_VISION,
+        heads="assistant, EAGLE-3, DFlash, DSpark",
+        text=GEMMA_DENSE,
     ),
     row(
         "Gemma 4 26B-A4B",

@@ -258,6 +258,86 @@ def test_self_check_module_that_counts_its_passes_is_checked_once() -> None:
     assert outcome(model) == "same"
 
 
+@pytest.mark.parametrize("kind", ["dict", "list"])
+def test_self_check_sees_a_switch_behind_a_hook_that_records(kind: str) -> None:
+    """Would catch: records that move all later values of a fingerprint, so that none of them counts any more."""
+    model = llama()
+    records: Any = {} if kind == "dict" else []
+    where = {"positions": "all"}
+
+    def record(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        if kind == "dict":
+            records["logits"] = output.detach()
+        else:
+            records.append(output.shape)
+
+    def steering(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + VECTOR if where["positions"] == "all" else steer(output)
+
+    model.lm_head.register_forward_hook(record)
+    model.model.layers[0].register_forward_hook(steering)
+    assert [outcome(model) for _ in range(2)] == ["same", "same"]
+    where["positions"] = "last"
+    assert outcome(model) == "refused"
+    where["positions"] = "all"
+    assert outcome(model) == "same"
+
+
+@pytest.mark.parametrize("position", [3, 7, 20])
+def test_self_check_hook_of_long_passes_is_refused(position: int) -> None:
+    """Activation patching at a position of the prompt: would catch draft tokens that are patched in its place."""
+    model = llama()
+
+    def patch(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        if output.shape[1] <= position:
+            return output
+        changed = output.clone()
+        changed[:, position] = VECTOR
+        return changed
+
+    model.model.layers[0].register_forward_hook(patch)
+    assert outcome(model, NgramCandidates(k=32)) == "refused"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_self_check_hook_that_computes_something_once_same_tokens(dtype: torch.dtype) -> None:
+    """Would catch: a vector that the check leaves in float32, at which later plain calls raise too; a false refusal."""
+
+    class Steering:
+        vector = VECTOR
+        kept: torch.Tensor | None = None
+
+        def __call__(self, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            if self.kept is None:
+                self.kept = self.vector.to(output.device, output.dtype)
+            return output + self.kept
+
+    model = llama().to(dtype)
+    model.model.layers[0].register_forward_hook(steering := Steering())
+    ours = model.generate(**CALL, candidate_generator=NgramCandidates(k=4))
+    assert steering.kept is not None and steering.kept.dtype == dtype
+    assert dtype != torch.float32 or torch.equal(ours, model.generate(**CALL))
+
+
+def test_self_check_that_refuses_leaves_the_random_generator() -> None:
+    """Would catch: an attached call that samples from another state after the refusal."""
+    model = llama()
+
+    class Noise:
+        calls = 0
+
+        def __call__(self, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return output + 0.01 * torch.randn_like(output)
+
+    model.model.embed_tokens.register_forward_hook(Noise())
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match="cannot verify draft tokens"):
+        model.generate(**CALL, candidate_generator=NgramCandidates(k=4))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_self_check_hook_that_adds_the_same_everywhere_drafts() -> None:
     """Would catch: a refusal of all hooks, though steering at every position is computed in any pass."""
     model = llama()

@@ -119,6 +119,17 @@ def test_dispatch_of_any_other_call_is_left_to_transformers(case: str, folded_ca
     assert torch.equal(ours, own)
 
 
+def test_dispatch_on_a_device_that_was_not_tried_is_left_to_transformers(folded_calls: list[int]) -> None:
+    """Would catch: folded queries on MPS, XPU or an NPU; "meta" stands for such a device."""
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    tensors = [tensor.to("meta") for tensor in states(2, 2, 1, 3, 9)]
+    with grouped_attention():
+        for mask in (MASK.to("meta"), None):
+            ours, _ = AttentionInterface()["sdpa"](module, *tensors, mask)
+            assert ours.shape == (1, 3, 4, 16) and ours.device.type == "meta"
+    assert folded_calls == []
+
+
 def test_grouped_attention_outside_of_the_context_is_bitwise_transformers_own(folded_calls: list[int]) -> None:
     """Would catch: a registration that changes results outside of the context, also after an exception inside."""
     with pytest.raises(KeyError), grouped_attention():

@@ -66,7 +66,9 @@ def test_train_makes_a_drafter(folder: Path, prompt_file: Path, tmp_path: Path, 
         ids, max_new_tokens=8, do_sample=False, candidate_generator=AutoCandidates.from_pretrained(output)
     )
     assert torch.equal(drafted, target.generate(ids, max_new_tokens=8, do_sample=False))
-    assert str(tmp_path) not in (output / "README.md").read_text(encoding="utf-8")
+    published = [output / "README.md", *output.glob("*config.json")]
+    folders = [str(folder), str(tmp_path)]
+    assert not [file for file in published for path in folders if path in file.read_text(encoding="utf-8")]
 
 
 @pytest.mark.parametrize("kind", PLANNED)

@@ -69,7 +69,7 @@ def test_drafts_go_as_far_as_a_run_of_certain_tokens(probability: float, least: 
         sizer = FastestTreeSizer(latency.at(1, 256), estimator=estimator)
         growth = Growth([32], 2, torch.tensor([[3]]))
         add_level(growth, probability)
-        while (plan := sizer.next(growth, 32)) is not None:
+        while (plan := sizer.next_plan(growth, 32)) is not None:
             assert plan.num_passes == 1
             sizer.record_passes(plan)
             growth.expand(plan.expansion_width)

@@ -193,7 +193,7 @@ def _grown(growth: Growth, sizer: TreeSizer, chances: list[float], passes: list[
         growth.add(torch.arange(len(chances)).expand(shape), log_acceptance)
 
     add(1)
-    while (plan := sizer.next(growth, max(growth.max_depths))) is not None:
+    while (plan := sizer.next_plan(growth, max(growth.max_depths))) is not None:
         sizer.record_passes(plan)
         for width in [plan.expansion_width] * plan.num_passes:
             growth.expand(width)
@@ -294,7 +294,7 @@ def test_fastest_size_passes_before_the_first_read_are_the_fastest_number(monkey
     tokens = [1 + float(accepted) for accepted in AcceptanceEstimator().expected_of_draft(1 + LEVELS_PER_SYNC)]
     seconds = [1 + 0.05 * (1 + passes) + draft_token * (1 + passes) for passes in range(1 + LEVELS_PER_SYNC)]
     best = int(np.argmax(np.array(tokens) / seconds))
-    plan = FastestTreeSizer(curve(draft_token, 0.05).at(1, 100)).first(new_growth([16], 4), 16)
+    plan = FastestTreeSizer(curve(draft_token, 0.05).at(1, 100)).first_plan(new_growth([16], 4), 16)
     assert (0 if plan is None else plan.num_passes) == (LEVELS_PER_SYNC if best > 2 else best)
 
 
