@@ -206,7 +206,7 @@ class Attachment:
             _running.reset(token)
 
     def _generate(self, original: Callable[..., Any], model: Any, kwargs: dict[str, Any]) -> Any:
-        settings = self.settings.updated(**settings_in(kwargs))
+        settings = self.settings.updated(**settings_in(kwargs, model))
         reason = unsupported_argument(kwargs)
         if kwargs.get("custom_generate") is not None:
             reason = "custom_generate= names another decoding method"

@@ -223,7 +223,7 @@ def generate_speculatively(
         if generator is not None:
             if method is not None:
                 raise ValueError("both candidate_generator= and custom_generate= were given; leave one out")
-            method = Speculation(Settings.parse(generator, **settings_in(kwargs)))
+            method = Speculation(Settings.parse(generator, **settings_in(kwargs, model)))
         kwargs = by_name(original, args, kwargs)
         if reason := unsupported_argument(kwargs):
             raise ValueError(reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -93,9 +94,11 @@ class Settings(CallSettings):
         return replace(self, candidates=candidates, policy=policy, seeds=seeds)
 
 
-def settings_in(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Our keywords among the arguments of a call, which are removed."""
-    return {name: kwargs.pop(name) for name in KEYWORDS if name in kwargs}
+def settings_in(kwargs: dict[str, Any], model: Any = None) -> dict[str, Any]:
+    """Our keywords among the arguments of a call, which are removed; those that a model's `forward` has are its own."""
+    names = [name for name in KEYWORDS if name in kwargs]
+    of_model = inspect.signature(model.forward).parameters if names and model is not None else {}
+    return {name: kwargs.pop(name) for name in names if name not in of_model}
 
 
 def as_verifier(verification: Any) -> Verifier:

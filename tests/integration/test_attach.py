@@ -17,9 +17,9 @@ from accelerate import Accelerator
 from datasets.fingerprint import Hasher
 from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DistributedDataParallel
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM
 from transformers.generation import utils as generation_utils
-from transformers.generation.logits_process import LogitsProcessor
+from transformers.generation.logits_process import LogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 import hf_specgen
 from hf_specgen import CombinedCandidates, NgramCandidates, RecyclingCandidates, SpeculationMonitor, speculate
@@ -341,6 +341,59 @@ def test_function_that_cannot_be_repeated_makes_an_attached_call_plain(
     with pytest.warns(UserWarning, match="without speculation: Unrepeatable") as caught:
         assert [run(), run()] == [expected] * 2
     assert len(caught) == 1 and list(hf_specgen.statistics(model).plain_calls.values()) == [2]
+
+
+class DrawsFromItsOwn(LogitsProcessor):
+    """A processor with a generator of its own, as the documentation advises."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + torch.rand(scores.shape, generator=self.generator)
+
+
+def test_plain_call_after_a_refusal_finds_processors_as_they_were(model: Any) -> None:
+    """Would catch: numbers that a user's generator gives twice, guidance that goes on from the refused call."""
+
+    def run() -> list[Any]:
+        guidance = UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, model, torch.tensor([[5, 6]]))
+        processors = [guidance, DrawsFromItsOwn()]
+        criteria = [Unrepeatable(2, "draws", True)]
+        ids = generate(model, 1, do_sample=True, logits_processor=processors, stopping_criteria=criteria)
+        return [ids.tolist(), torch.rand(1).item()]
+
+    expected = run()
+    hf_specgen.attach(model, NgramCandidates(k=3))
+    with pytest.warns(UserWarning, match="without speculation: Unrepeatable"):
+        assert run() == expected
+
+
+class ReadsMemory(LlamaForCausalLM):
+    """A model whose `forward` has an argument with the name of a keyword of this package."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        memory: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        assert memory is not None
+        return super().forward(input_ids, attention_mask, position_ids, **kwargs)
+
+    def prepare_inputs_for_generation(self, *args: Any, memory: Any = None, **kwargs: Any) -> Any:
+        return {**super().prepare_inputs_for_generation(*args, **kwargs), "memory": memory}
+
+
+def test_keyword_that_the_model_has_is_the_models(model: Any) -> None:
+    """Would catch: `memory=` of a model taken for ours, with a TypeError in an attached call that worked before."""
+    model = ReadsMemory(model.config).eval()
+    call = {"input_ids": torch.tensor([[5, 6, 7]]), "memory": torch.ones(1, 2), "max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(**call)
+    with hf_specgen.attached(model, NgramCandidates(k=2)):
+        assert torch.equal(model.generate(**call), expected)
 
 
 def test_streamed_text_of_rejection_sampling_is_not_continued_plainly(model: Any) -> None:

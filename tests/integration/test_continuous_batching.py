@@ -3,6 +3,7 @@
 import gc
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 import hf_specgen
 from hf_specgen import (
     AdaptiveDepth,
+    Candidates,
     CombinedCandidates,
     DraftModelCandidates,
     FixedDepth,
@@ -23,8 +25,10 @@ from hf_specgen import (
     Schedule,
     SpeculationMonitor,
 )
-from hf_specgen.depth import CostCurve, LatencyModel
+from hf_specgen.candidates.base import DraftSession
+from hf_specgen.depth import CostCurve, DisableWhen, LatencyModel
 from hf_specgen.evaluation.workloads import domain_prompts
+from hf_specgen.tree import DraftTree
 from tests.helpers import fresh_model, shared_draft, tiny_model
 from tests.helpers.batching import GPU_LIKE, HEADS, NEW, SMALL, config, requests, run
 from tests.helpers.calls import with_sessions
@@ -312,6 +316,50 @@ def test_drafter_makes_one_pass_for_all_requests(strategy: str) -> None:
         run(model, prompts, {"max_requests_per_batch": at_a_time}, candidate_generator=candidates)
         counts.append(len(passes))
     assert counts[2] < counts[0] / 4 and counts[1] < counts[0] / 1.5, counts
+
+
+class Costly(Candidates):
+    """Drafts wrong tokens in passes that each take a plain step; rows cannot join its sessions."""
+
+    negligible_draft_cost = False
+
+    def start(self, batch: Any) -> DraftSession:
+        return CostlySession(batch)
+
+
+class CostlySession(DraftSession):
+    tokens_per_pass = (1,)
+
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        return DraftTree.chains([[1] * min(1, depth) for depth in max_depths])
+
+
+def test_drafter_with_a_session_for_each_request_pauses_when_it_loses_time() -> None:
+    """Would catch: passes of such drafters that cost nothing, so that drafting goes on for ever."""
+    model, latency = (
+        fresh_model("llama"),
+        LatencyModel.from_curves(CostCurve((1, 64), (1.0, 1.0), 64, 1), draft_token=0.5),
+    )
+    candidates = Costly(policy=AdaptiveDepth(latency))
+    prompts = requests(4)
+    assert run(model, prompts, candidate_generator=candidates) == run(model, prompts)
+    statistics = candidates.speculation
+    assert 0 < statistics.drafts < statistics.steps / 3, (statistics.drafts, statistics.steps)
+
+
+@pytest.mark.parametrize("kind", ["wrapped", "assumed"])
+def test_adaptive_policies_get_the_latencies_that_they_ask_for(kind: str) -> None:
+    """Would catch: a policy inside another one without T(q), which never drafts; T(q) measured where it is assumed."""
+    model, texts = fresh_model("llama"), list[torch.Tensor]()
+    policy = (
+        DisableWhen(new_tokens_below=2, otherwise=AdaptiveDepth()) if kind == "wrapped" else AdaptiveDepth("assumed")
+    )
+    model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: texts.append(inputs[0]))
+    candidates = NgramCandidates(policy=policy)
+    prompts = requests(6)
+    assert run(model, prompts, candidate_generator=candidates) == run(model, prompts)
+    assert kind == "assumed" or candidates.speculation.drafted > 0
+    assert any(not bool(text.any()) for text in texts) == (kind == "wrapped"), "T(q) is measured on a text of zeros"
 
 
 def test_attached_strategy_falls_back_with_one_warning_or_raises_if_strict() -> None:

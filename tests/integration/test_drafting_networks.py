@@ -130,6 +130,19 @@ def test_draft_model_confidence_threshold_shortens_drafts_row_by_row(tree: int |
     assert len(depths) > 1, "some drafts must be shortened and some not"
 
 
+@pytest.mark.parametrize("tree", [None, 8])
+def test_draft_below_the_confidence_threshold_ends_without_further_passes(tree: int | None) -> None:
+    """Would catch: passes over tokens that are not expanded, up to the maximum depth of a chain."""
+    model, draft = llama(), shared_draft(llama())
+    passes = []
+    for threshold in (0.0, 0.999):
+        candidates = DraftModelCandidates(draft, k=6, tree=tree, confidence_threshold=threshold)
+        with recorded_inputs(draft) as by_draft:
+            assert_same_tokens(model, prompts(1), candidates, max_new_tokens=20)
+        passes.append(len(by_draft) / candidates.speculation.steps)
+    assert passes[1] < 1.3 < passes[0], passes
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_network_plain_steps_cost_one_forward_pass_each(kind: str) -> None:
     """At depth 0 the draft is never run, not even on the prompt, and the target runs once per token."""
@@ -315,5 +328,5 @@ def test_tensors_are_copied_without_waiting_on_cuda_alone() -> None:
 def test_numpy_that_raises_for_underflow_same_tokens() -> None:
     """Would catch: `FloatingPointError` for the probability 0 of rows that draft less deep than others."""
     with np.errstate(all="raise"):
-        for candidates in (strategy("draft"), DraftModelCandidates(shared_draft(llama()), k=4, tree=8)):
+        for candidates in (strategy("draft"), DraftModelCandidates(shared_draft(llama()), k=4, tree=8), "auto"):
             assert_same_tokens(llama(), prompts(3), candidates, max_new_tokens=20, eos_token_id=[5, 6], pad_token_id=0)

@@ -119,6 +119,16 @@ def test_model_that_would_give_other_tokens_is_refused(kind: str) -> None:
         identical(make(), candidates)
 
 
+def test_saved_beams_are_not_those_of_the_self_check() -> None:
+    """Would catch: two rows in the trial of one row, which a model that takes one row alone cannot have."""
+    (checkpoint,) = [one for one in CHECKPOINTS if one.name == "DeepSeek-V4"]
+    model = build(checkpoint)
+    call = {"input_ids": torch.tensor([[5, 6, 7, 5, 6]]), "max_new_tokens": 6, "do_sample": False, "num_beams": 1}
+    expected = model.generate(**call)
+    model.generation_config.num_beams = 2
+    assert torch.equal(model.generate(**call, candidate_generator=NgramCandidates(k=3)), expected)
+
+
 @pytest.mark.parametrize("name", ["num_return_sequences", "stop_strings", "token_healing"])
 def test_generation_config_of_the_model_is_not_that_of_the_self_check(name: str) -> None:
     """Would catch: a model refused because its config asks for sampling or a tokenizer, which the check has not."""
@@ -336,6 +346,22 @@ def test_prompt_of_tokens_that_the_target_cannot_choose_same_tokens(strategy: An
     model.lm_head = torch.nn.Linear(64, 60, bias=False)
     inputs["input_ids"][:, -1] = 85
     assert_same_tokens(model, inputs, strategy, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "n-grams", "draft", "history"])
+def test_prompt_with_negative_ids_beside_embeddings_same_tokens(strategy: str) -> None:
+    """Placeholders of images, as in LLaVA's own code: would catch: -200 as a draft token, or looked up in a table."""
+    model = fresh_model("llama")
+    ids = torch.tensor([[1, -200, -200, -200, 5, 6, 5, 6]])
+    with torch.no_grad():
+        embeddings = model.get_input_embeddings()(ids.clamp(min=0))
+    call = {"input_ids": ids, "inputs_embeds": embeddings, "max_new_tokens": 12, "do_sample": False}
+    drafts: Any = {"auto": "auto", "n-grams": NgramCandidates(k=4), "history": NgramCandidates(k=4)}
+    candidates = drafts.get(strategy) or DraftModelCandidates(perturbed_copy(model), k=3)
+    more = {"history": True} if strategy == "history" else {}
+    expected = model.generate(**call)
+    for _ in range(2):
+        assert torch.equal(model.generate(**call, candidate_generator=candidates, **more), expected)
 
 
 @pytest.mark.parametrize("strategy", ["auto", "n-grams", "draft", "layer skip"])

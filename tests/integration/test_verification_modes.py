@@ -92,6 +92,14 @@ def test_several_length_criteria_stop_at_the_shortest(lengths: tuple[int, int]) 
     assert plain.shape[1] == 17 and torch.equal(output.sequences, plain)
 
 
+def test_stop_strings_of_the_config_are_switched_off_by_none(tokenizer: Any) -> None:
+    """Would catch: an explicit None that is taken for no argument, so that saved stop strings end the text."""
+    model = fresh_model("llama")
+    model.generation_config.stop_strings = ["!", "%", "0"]
+    arguments: dict[str, Any] = {"max_new_tokens": 24, "stop_strings": None, "tokenizer": tokenizer}
+    assert_same_tokens(model, prompts(2), NgramCandidates(k=3), **arguments)
+
+
 def test_criterion_with_stop_strings_replaces_those_of_the_call(tokenizer: Any) -> None:
     """Plain `generate` takes the given one of two criteria of a type. Would catch: a stop at either's strings."""
     arguments: dict[str, Any] = {"max_new_tokens": 24, "stop_strings": ["!", "%", "0"], "tokenizer": tokenizer}
