@@ -380,8 +380,9 @@ class ReadsMemory(LlamaForCausalLM):
         memory: Any = None,
         **kwargs: Any,
     ) -> Any:
-        assert memory is not None
-        return super().forward(input_ids, attention_mask, position_ids, **kwargs)
+        output = super().forward(input_ids, attention_mask, position_ids, **kwargs)
+        output.logits = output.logits if memory is None else output.logits * memory
+        return output
 
     def prepare_inputs_for_generation(self, *args: Any, memory: Any = None, **kwargs: Any) -> Any:
         return {**super().prepare_inputs_for_generation(*args, **kwargs), "memory": memory}
@@ -390,7 +391,7 @@ class ReadsMemory(LlamaForCausalLM):
 def test_keyword_that_the_model_has_is_the_models(model: Any) -> None:
     """Would catch: `memory=` of a model taken for ours, with a TypeError in an attached call that worked before."""
     model = ReadsMemory(model.config).eval()
-    call = {"input_ids": torch.tensor([[5, 6, 7]]), "memory": torch.ones(1, 2), "max_new_tokens": 4, "do_sample": False}
+    call = {"input_ids": torch.tensor([[5, 6, 7]]), "memory": torch.tensor(-1.0), "max_new_tokens": 4, "do_sample": False}
     expected = model.generate(**call)
     with hf_specgen.attached(model, NgramCandidates(k=2)):
         assert torch.equal(model.generate(**call), expected)
