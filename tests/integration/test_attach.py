@@ -391,7 +391,8 @@ class ReadsMemory(LlamaForCausalLM):
 def test_keyword_that_the_model_has_is_the_models(model: Any) -> None:
     """Would catch: `memory=` of a model taken for ours, with a TypeError in an attached call that worked before."""
     model = ReadsMemory(model.config).eval()
-    call = {"input_ids": torch.tensor([[5, 6, 7]]), "memory": torch.tensor(-1.0), "max_new_tokens": 4, "do_sample": False}
+    call: dict[str, Any] = {"input_ids": torch.tensor([[5, 6, 7]]), "memory": torch.tensor(-1.0)}
+    call |= {"max_new_tokens": 4, "do_sample": False}
     expected = model.generate(**call)
     with hf_specgen.attached(model, NgramCandidates(k=2)):
         assert torch.equal(model.generate(**call), expected)
