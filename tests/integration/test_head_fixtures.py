@@ -275,6 +275,9 @@ def test_eagle_prompt_and_accepted_tokens_are_read_once_and_plain_steps_run_no_h
     widths, logits = list[int](), list[int]()
     candidates._on(EAGLE.target).head.register_forward_hook(lambda m, a, output: widths.append(output.output.shape[1]))
     handle = EAGLE.target.lm_head.register_forward_hook(lambda m, a, output: logits.append(output.shape[1]))
+    EAGLE.target.generate(**prompts(1), max_new_tokens=1, candidate_generator=candidates)  # the self-check of the hook
+    widths.clear()
+    logits.clear()
     EAGLE.target.generate(**prompts(1), max_new_tokens=20, candidate_generator=candidates)
     handle.remove()
     assert widths[0] == 12 and max(widths[1:]) <= 4

@@ -203,7 +203,9 @@ def test_acceptance_counts_are_those_of_replayed_drafts() -> None:
 def medusa_arguments(**fields: Any) -> SimpleNamespace:
     """Those of new heads and their loss."""
     shape = {"num_heads": 2, "num_layers": 1, "own_outputs": False, "reads_path": False, "lora_rank": 0}
-    return SimpleNamespace(heads=None, loss={"kl": 1.0}, decay=0.8, **shape | {"loss_vocab_size": 40} | fields)
+    return SimpleNamespace(
+        heads=None, target="target", loss={"kl": 1.0}, decay=0.8, **shape | {"loss_vocab_size": 40} | fields
+    )
 
 
 def test_medusa_loss_over_the_most_frequent_tokens_is_the_naive_one() -> None:
