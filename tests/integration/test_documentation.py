@@ -196,7 +196,7 @@ SENTENCES = [
     ("README.md", "a pass over 8 tokens", "as long as", "published/report.json", "cost"),
     ("README.md", "over all\nof them", "[Tables", "published/report.json", "speed"),
     ("README.md", "the worst on record", "at batch 1", "domains/report.json", "speed"),
-    ("README.md", "at batch 1 (", "with eight rows", "batches/report.json", "batch"),
+    ("README.md", "at batch 1 (", "with sixteen rows", "batches/report.json", "batch"),
     ("README.md", "23 November 2026): n-grams", "times plain", "large-target.json", "rows"),
     ("docs/integrations.md", "`benchmarks/README.md`: in `generate`", "for 8 and 16", "rollouts.json", "rows"),
     ("README.md", "in the record [rollouts]", "plain's time", "rollouts.json", "rows"),
