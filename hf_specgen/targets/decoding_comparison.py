@@ -192,8 +192,12 @@ def _after_long_draft(target: Target, tokens: Sequence[Sequence[int]], plain: to
     target.prefill()
     first = max(target.first_positions)
     is_chain = target.verifies_chains_only
-    room = min(target.last_position - first if is_chain else MAX_DRAFT_SLOTS, target.max_draft_tokens)
-    nodes = int(min(room, MAX_DRAFT_SLOTS - 1)) if first + 2 * MAX_DRAFT_SLOTS <= target.slot_limit else 1
+    room = min(MAX_DRAFT_SLOTS - 1, target.max_draft_tokens)
+    if is_chain:  # each node of a chain has a further position
+        room = min(room, target.last_position - first)
+    if first + 2 * MAX_DRAFT_SLOTS > target.slot_limit:
+        room = 1
+    nodes = max(1, int(room))
     parents = chain_parents(nodes) if is_chain else Parents((-1,) * nodes)
     tree = DraftTree([[row[1]] * nodes for row in tokens], (parents,) * len(tokens))
     if isinstance(target, EarlyExitTarget):

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -226,13 +226,15 @@ def changed_places(before: Hashable, after: Hashable, place: Place = ()) -> Iter
         yield place, True
 
 
-def without_places(values: tuple[Hashable, ...], places: Iterable[Place]) -> tuple[Hashable, ...]:
-    """Nested tuples without the values in these places."""
+def without_places(values: Hashable, places: Iterable[Place]) -> Hashable:
+    """Nested tuples without the values in these places; a value that is no tuple any more as it is."""
+    if not isinstance(values, tuple):
+        return values
     inner: dict[int, list[Place]] = {}
     for index, *rest in places:
         inner.setdefault(index, []).append(tuple(rest))
     return tuple(
-        value if index not in inner else without_places(cast(tuple[Hashable, ...], value), inner[index])
+        value if index not in inner else without_places(value, inner[index])
         for index, value in enumerate(values)
         if () not in inner.get(index, ())
     )

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -93,7 +93,7 @@ class Results:
             _keep(self._reasons, (*key, self._stable(state)), reason)
         return self._reasons[*key, self._stable(state)]
 
-    def _stable(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _stable(self, state: tuple[Any, ...]) -> Hashable:
         """The values but those that passes themselves have changed, such as counters."""
         if not self._changed_by_passes:
             return state

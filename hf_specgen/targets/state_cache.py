@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-MAX_PASS = 1024
-"""Tokens of a pass, beyond which it is a prompt's and not a draft's."""
 MAX_ROLLBACK = 64
 """Accepted tokens that may be removed again, besides a step's own, where a stopping criterion cuts them off."""
 
@@ -56,11 +54,11 @@ class LayerStates:
     def append_to_convolution(self, new: torch.Tensor, index: int, conv_kernel_size: int | None = None) -> torch.Tensor:
         """Append the columns `[batch, channels, new]` of a pass; returns them after the window that precedes them.
 
-        Of a prompt, the first pass or a very long one, no more is kept than may be removed beside a step's own tokens.
+        Of the first pass, which is a prompt's, no more is kept than may be removed beside a step's own tokens.
         """
         count = new.shape[-1]
         window = self._windows.setdefault(index, conv_kernel_size or count)
-        is_prompt = index not in self.convolutions or count > MAX_PASS
+        is_prompt = index not in self.convolutions
         past = self.convolutions[index] if index in self.convolutions else new.new_zeros(*new.shape[:-1], window)
         columns = torch.cat([past, new], dim=-1)
         read = window + count

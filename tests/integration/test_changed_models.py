@@ -283,6 +283,23 @@ def test_self_check_sees_a_switch_behind_a_hook_that_records(kind: str) -> None:
     assert outcome(model) == "same"
 
 
+def test_self_check_hook_whose_records_become_something_else_same_tokens() -> None:
+    """Would catch: an error where a counter that passes have changed is no counter any more."""
+    model = llama()
+
+    class Recorder:
+        kept: Any = None
+
+        def __call__(self, module: Any, inputs: Any, output: torch.Tensor) -> None:
+            if isinstance(self.kept, dict):
+                self.kept = {**self.kept, "passes": self.kept["passes"] + 1}
+
+    model.lm_head.register_forward_hook(recorder := Recorder())
+    for kept in ({"passes": 0, "name": "a"}, None, "abc", {"passes": 0, "name": "a"}):
+        recorder.kept = kept
+        assert outcome(model) in ("same", "refused")
+
+
 @pytest.mark.parametrize("position", [3, 7, 20])
 def test_self_check_hook_of_long_passes_is_refused(position: int) -> None:
     """Activation patching at a position of the prompt: would catch draft tokens that are patched in its place."""
