@@ -5,7 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import peft
 import pytest
@@ -283,21 +283,17 @@ def test_self_check_sees_a_switch_behind_a_hook_that_records(kind: str) -> None:
     assert outcome(model) == "same"
 
 
-def test_self_check_hook_whose_records_become_something_else_same_tokens() -> None:
-    """Would catch: an error where a counter that passes have changed is no counter any more."""
-    model = llama()
+def test_self_check_hook_whose_counter_becomes_something_else_same_tokens() -> None:
+    """Would catch: an error where a place that passes have changed is no collection any more."""
+    model, counter = llama(), cast(Any, {"passes": 0})
 
-    class Recorder:
-        kept: Any = None
+    def count(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        if isinstance(counter, dict):
+            counter["passes"] += 1
 
-        def __call__(self, module: Any, inputs: Any, output: torch.Tensor) -> None:
-            if isinstance(self.kept, dict):
-                self.kept = {**self.kept, "passes": self.kept["passes"] + 1}
-
-    model.lm_head.register_forward_hook(recorder := Recorder())
-    for kept in ({"passes": 0, "name": "a"}, None, "abc", {"passes": 0, "name": "a"}):
-        recorder.kept = kept
-        assert outcome(model) in ("same", "refused")
+    model.lm_head.register_forward_hook(count)
+    for counter in ({"passes": 0}, 5, "abc", {"passes": 0}):  # noqa: B007
+        assert outcome(model) == "same"
 
 
 @pytest.mark.parametrize("position", [3, 7, 20])
