@@ -158,7 +158,7 @@ def _wide(given: dict[str, Any]) -> dict[str, Any]:
 
 @app.command()
 def micro(
-    names: Annotated[list[str], Argument(help="All short ones that need no GPU if left out.")] = [],  # noqa: B006
+    names: Annotated[list[str], Argument(help="All short ones that need no GPU, if left out.")] = [],  # noqa: B006
     repeats: Annotated[int, Option(help="Repeats of everything that is timed.")] = 3,
     quick: Quick = False,
     prompt: Annotated[str | None, Option(help="Text to continue in step-operations (a bundled prompt).")] = None,

@@ -24,6 +24,12 @@ def pytest_collection(session: pytest.Session) -> None:
     """Load fixtures and PyTorch where tests run: with several workers, not in the process that starts them."""
     if hasattr(session.config, "workerinput") or not getattr(session.config.option, "tx", None):
         session.config.pluginmanager.import_plugin("tests.helpers.fixtures")
+        if session.config.option.part > 1:
+            from hypothesis import settings
+
+            examples = settings.default.max_examples // session.config.option.part
+            settings.register_profile("part", settings.default, max_examples=examples)
+            settings.load_profile("part")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -83,6 +89,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         type=int,
         default=1,
-        help="of every test one case in N, and at least one",
+        help="of every test one case or generated example in N, and at least one",
     )
     group.addoption("--thread-seconds", type=float, default=5, help="how long the threads of tests/slow run")

@@ -1,7 +1,7 @@
 """Tokens per step after long prompts, with and without the draft window.
 
 A prompt is a conversation of unrelated questions with the target's own answers, up to the length, and a last question.
-The bundled head and draft model were trained on 256 tokens.
+The bundled head was trained on 256 tokens, the draft model on 320.
 """
 
 from __future__ import annotations

@@ -326,7 +326,7 @@ class GemmaAssistantCandidates(HeadCandidates):
 
     Args:
         head_or_path: a loaded assistant, or a folder or Hub id of one.
-        k, tree, aux_hidden_state_layers, draft_window, policy: as for `HeadCandidates`.
+        k, tree, aux_hidden_state_layers, policy: as for `HeadCandidates`; `draft_window` has no effect.
 
     Example:
         >>> GemmaAssistantCandidates("google/gemma-4-E2B-it-assistant", k=4)
@@ -352,8 +352,8 @@ class MedusaCandidates(HeadCandidates):
 
     Args:
         head_or_path: loaded heads, or a folder or Hub id of heads: our own format, Medusa v1 and v2, TGI, vLLM.
-        k, tree, aux_hidden_state_layers, draft_window, policy: as for `HeadCandidates`; a draft is at most as deep as
-            there are heads.
+        k, tree, aux_hidden_state_layers, policy: as for `HeadCandidates`; a draft is at most as deep as there are
+            heads. `draft_window` has no effect.
 
     Example:
         >>> MedusaCandidates("org/medusa-heads", k=3, tree=16)
