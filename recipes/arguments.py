@@ -73,7 +73,9 @@ class Arguments(DataArguments, TrainingArguments):
     """
 
     target: str = option(help="Hub id or folder of the target")
-    data: str = option(help="conversations: a .jsonl, .jsonl.gz, .json, .csv or .parquet file, a folder, or a dataset of the Hub")
+    data: str = option(
+        help="conversations: a .jsonl, .jsonl.gz, .json, .csv or .parquet file, a folder, or a dataset of the Hub"
+    )
     output_dir: str = option(aliases=["--output"], help="folder for the result")
     target_kwargs: Options = option(
         default_factory=Options, help="for the target's from_pretrained, such as {device_map: auto}"

@@ -72,8 +72,9 @@ def generate_many(
 ) -> Iterator[Completion]:
     """Generate for any number of prompts, `max_rows` at a time; a row that ends is replaced by the next prompt.
 
-    The tokens are those of plain `generate` for each prompt alone. Rows that cannot share passes (encoder-decoders, recurrent
-    states, offloaded caches, images beside the text, FlashAttention, layer skip, Uno, Gemma 4 assistants) are answered one after the other.
+    The tokens are those of plain `generate` for each prompt alone. Rows that cannot share passes (encoder-decoders,
+    recurrent states, offloaded caches, images beside the text, FlashAttention, layer skip, Uno, Gemma 4 assistants) are
+    answered one after the other.
 
     Args:
         model: the target.

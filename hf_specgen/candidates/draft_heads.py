@@ -111,6 +111,8 @@ class HeadCandidates(PretrainedCandidates):
     has_mask_token: bool | None = None
     expected = "a head"
     """Which heads the strategy drafts with: their classes, whether their config has a mask token; and in words."""
+    has_draft_window = True
+    """Whether the head reads the whole text, of which a window can be left."""
     latency_kind = "head"
     arguments = {**PretrainedCandidates.arguments, "aux_hidden_state_layers": None, "draft_window": "auto"}
 
@@ -126,6 +128,11 @@ class HeadCandidates(PretrainedCandidates):
     ):
         super().__init__(k, policy, tree=tree, max_k=self.max_depth)
         self.draft_window = check_window(draft_window)
+        if not self.has_draft_window and draft_window not in ("auto", None):
+            raise ValueError(
+                f"draft_window={draft_window!r} has no effect, since {self.expected} reads the last hidden state "
+                "alone; leave it out"
+            )
         self.aux_hidden_state_layers = None if aux_hidden_state_layers is None else tuple(aux_hidden_state_layers)
         if not isinstance(head_or_path, (DraftHead, str, Path)):
             name = type(self).__name__
@@ -326,7 +333,7 @@ class GemmaAssistantCandidates(HeadCandidates):
 
     Args:
         head_or_path: a loaded assistant, or a folder or Hub id of one.
-        k, tree, aux_hidden_state_layers, policy: as for `HeadCandidates`; `draft_window` has no effect.
+        k, tree, aux_hidden_state_layers, policy: as for `HeadCandidates`; there is no `draft_window`.
 
     Example:
         >>> GemmaAssistantCandidates("google/gemma-4-E2B-it-assistant", k=4)
@@ -337,6 +344,7 @@ class GemmaAssistantCandidates(HeadCandidates):
     """Without a cache, one hidden state and the last token stand for all draft tokens."""
     head_classes = (AssistantHead,)
     expected = "a Gemma 4 assistant"
+    has_draft_window = False
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         return replace(super().target_requirements(model), reads_cache=True)
@@ -353,7 +361,7 @@ class MedusaCandidates(HeadCandidates):
     Args:
         head_or_path: loaded heads, or a folder or Hub id of heads: our own format, Medusa v1 and v2, TGI, vLLM.
         k, tree, aux_hidden_state_layers, policy: as for `HeadCandidates`; a draft is at most as deep as there are
-            heads. `draft_window` has no effect.
+            heads. There is no `draft_window`.
 
     Example:
         >>> MedusaCandidates("org/medusa-heads", k=3, tree=16)
@@ -364,6 +372,7 @@ class MedusaCandidates(HeadCandidates):
     """Published sets have at most 5 heads."""
     head_classes = (MedusaHeads,)
     expected = "a set of Medusa heads"
+    has_draft_window = False
     latency_kind = "medusa"
 
     def begin(self, batch: DraftBatch, bound: BoundHead) -> DraftSession:

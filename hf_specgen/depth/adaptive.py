@@ -59,10 +59,10 @@ class AdaptiveDepth(Policy):
     tokens counts as a loss; each paused step reduces it by 0.02. So, by these latencies, no call is slower than plain
     decoding by more than 2%, 1.5 plain steps and one draft, beside the drafter's prefill; where that takes more than
     8% of the plain steps of the call, only drafts without a forward pass are made. In a combination the drafters may
-    lose 0.75 plain steps more, see `DrafterLoss`. T(q) of the target and the time of drafting are measured once per model,
-    rows and context (`hf_specgen.depth.calibrate`): on a CPU by the first steps, the first of which has no draft,
-    nor has the first with at most half as many rows; on an accelerator in the time of eight to twelve plain steps.
-    All ranks of a tensor-parallel model use the first rank's.
+    lose 0.75 plain steps more, see `DrafterLoss`. T(q) of the target and the time of drafting are measured once per
+    model, rows and context (`hf_specgen.depth.calibrate`): on a CPU by the first steps, the first of which has no
+    draft, nor has the first with at most half as many rows; on an accelerator in the time of eight to twelve plain
+    steps. All ranks of a tensor-parallel model use the first rank's.
 
     Args:
         latency: a latency model, or a file that `hf-specgen tune` wrote, to use instead; "assumed" for a fixed curve

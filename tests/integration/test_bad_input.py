@@ -86,6 +86,7 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: EagleCandidates(3), TypeError, "a loaded head, a folder or a Hub id, got 3"),
     (lambda: MedusaCandidates("there", tree="widest"), ValueError, 'must be "auto"'),
     (lambda: MedusaCandidates("there", tree=0), ValueError, "a positive number of nodes"),
+    (lambda: MedusaCandidates("there", draft_window=9), ValueError, "draft_window=9 has no effect"),
     (lambda: MedusaCandidates("there", tree=[[0], [1]]), ValueError, 'tree must be "auto"'),
     (lambda: LayerSkipCandidates("2"), ValueError, "must be a number of layers such as 4, got '2'"),
     (lambda: LayerSkipCandidates(True), ValueError, "must be a number of layers such as 4, got True"),
