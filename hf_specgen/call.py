@@ -232,6 +232,7 @@ class DraftingSettings:
     adaptive_tree: bool = False  # whether the strategy sizes each draft: a policy then only decides whether to draft
     name: str = ""  # the strategy as text, for log lines
     has_negligible_cost_drafts: bool = False  # whether some drafts do, as in a combination with n-grams
+    max_slots: int = 64  # cache slots of a row that a step may use: of the last token and all draft tokens
 
 
 @dataclass(frozen=True)

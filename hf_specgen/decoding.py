@@ -208,7 +208,7 @@ class DecodingSteps:
         target = self.target
         # A prompt of embeddings has no columns in the text.
         text_length = max(state.prompt_length, *target.first_positions) + max(map(len, state.generated))
-        if text_length + MAX_DRAFT_SLOTS > target.slot_limit:
+        if text_length + self.call.drafting.max_slots > target.slot_limit:
             return [0] * state.batch
         limits = []
         for row, tokens in enumerate(state.generated):

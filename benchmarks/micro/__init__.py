@@ -42,6 +42,7 @@ MICRO: dict[str, Callable[..., list[dict[str, Any]]]] = {
 }
 IF_NAMED = (
     "packed-passes", "generate-batch", "generate-many", "batch-of-eight", "rollouts", "repeated-prompts",
-    "grammar-drafts", "lm-eval", "large-target", "large-target-graphs", "known-acceptance", "quantised-cost", "first-call",
+    "grammar-drafts", "lm-eval", "large-target", "large-target-graphs", "known-acceptance", "quantised-cost",
+    "first-call",
 )  # fmt: skip
 """Measurements that are made only if they are named: of minutes, or for a GPU."""

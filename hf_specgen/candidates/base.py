@@ -11,6 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
+from math import isqrt
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, Self
 from weakref import WeakKeyDictionary
@@ -26,6 +27,7 @@ from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.ngram_history import NgramHistory
 from hf_specgen.depth import AdaptiveDepth, FixedDepth, Policy
 from hf_specgen.heads.source import Source
+from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.targets.row_layout import UNLIMITED
 from hf_specgen.tree import DraftTree
@@ -247,7 +249,18 @@ class Candidates(CandidateGenerator, ABC):
 
     def settings(self) -> DraftingSettings:
         """What the policy and monitor of a call may know of the strategy."""
-        return DraftingSettings(self.k, self.profile_key(), self.negligible_draft_cost, self.adaptive_tree, repr(self))
+        nodes = self.k
+        if isinstance(self.tree, int):
+            # A pass expands the square root of the tree's size; rejection sampling verifies every expanded node.
+            nodes = self.tree if self.negligible_draft_cost else max(self.tree, isqrt(self.tree) * self.k)
+        return DraftingSettings(
+            self.k,
+            self.profile_key(),
+            self.negligible_draft_cost,
+            self.adaptive_tree,
+            repr(self),
+            max_slots=max(MAX_DRAFT_SLOTS, 1 + nodes),
+        )
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: object) -> NoReturn:
         """Transformers' interface, which has neither target nor verification.

@@ -101,20 +101,21 @@ def draft_rows(
 ) -> tuple[DraftTree, list[SearchTree[Tag]]]:
     """Search a tree for every row and cut it to the size to verify.
 
-    Only the size depends on `tokens_per_pass`, of a drafter so far, and on `scales`, for each row a factor of the
-    path probabilities.
+    The search ignores `tokens_per_pass`, of a drafter so far, and `scales`, for each row a factor of the path
+    probabilities: these only affect how many nodes are kept.
     """
     if not any(depths):
         return DraftTree.empty(len(depths)), [SearchTree() for _ in depths]
     sizer = tree_sizer(tree, batch, depths)
+    is_chain = tree is None or batch.verifies_chains_only
     if isinstance(sizer, FastestTreeSizer):
-        limits = SearchLimits(sizer.max_nodes, sizer.min_probability)
+        limits = SearchLimits(sizer.max_nodes, sizer.min_probability, is_chain)
     elif isinstance(tree, int):
-        limits = SearchLimits(tree)
+        limits = SearchLimits(tree, is_chain=is_chain)
     elif tree is None:
         limits = SearchLimits(max(depths), is_chain=True)
     else:  # without a latency model, "auto" drafts what is not improbable
-        limits = SearchLimits(max(depths), MIN_PATH_PROBABILITY)
+        limits = SearchLimits(max(depths), MIN_PATH_PROBABILITY, is_chain)
     trees = [search(row, limits) for row in range(len(depths))]
     nodes = limits.nodes
     if isinstance(sizer, FastestTreeSizer):

@@ -71,11 +71,15 @@ class CandidateProposer:
         # The threshold, and rejection sampling, use probabilities without noise.
         if self.threshold or self.wants_q:
             probabilities = scores.softmax(dim=-1)
-            if self.threshold:
-                may_expand = probabilities.gather(-1, index) >= self.threshold
+            confidence = probabilities.gather(-1, index)
             if self.wants_q:  # which nodes are in a tree may depend on their ranks alone, not on their tokens
-                log_acceptance = confidence_by_rank(probabilities.amax(dim=-1), self.children).log()
+                by_rank = confidence_by_rank(probabilities.amax(dim=-1), self.children)
+                log_acceptance = by_rank.log()
                 q = self._of_all_tokens(probabilities)
+                # A sibling drawn later may be expanded only if those drawn before it may. A chain has no siblings.
+                confidence = confidence if self.children == 1 else by_rank
+            if self.threshold:
+                may_expand = confidence >= self.threshold
         log_acceptance = log_acceptance.clamp(log(MIN_PROBABILITY), log(MAX_PROBABILITY))
         if self.wants_q:  # siblings stay in the order in which they were drawn, equal ones too
             log_acceptance = log_acceptance - 1e-4 * torch.arange(self.children, device=index.device)

@@ -98,8 +98,11 @@ class CombinedCandidates(Candidates):
         return self._changed(strategies=tuple(members), drafter=members)
 
     def settings(self) -> DraftingSettings:
+        own = super().settings()
         return replace(
-            super().settings(), has_negligible_cost_drafts=any(one.negligible_draft_cost for one in self.strategies)
+            own,
+            has_negligible_cost_drafts=any(one.negligible_draft_cost for one in self.strategies),
+            max_slots=max(own.max_slots, *(one.settings().max_slots for one in self.strategies)),
         )
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:

@@ -27,7 +27,6 @@ from hf_specgen.candidates.encoder_draft import draft_prompt, embedding_size
 from hf_specgen.candidates.parallel_draft import ParallelDraft, TargetFeatures
 from hf_specgen.device_tree import Frontier
 from hf_specgen.drafter import DepthLogits, Drafter
-from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.model_parts import reads_encoder, text_config
 from hf_specgen.targets.passes import MAX_CAPTURED, CapturablePasses, NewText
 from hf_specgen.targets.requirements import TargetRequirements, make_target
@@ -257,7 +256,7 @@ class DraftModelDrafter(Drafter[UncachedText]):
 
     def _depth_limits(self, max_depths: Sequence[int], is_complete: Sequence[bool]) -> list[int]:
         """How deep each row can draft in its positions and slots, 0 if its text is incomplete."""
-        if max(map(self._length, self._rows)) + MAX_DRAFT_SLOTS > self.runner.slot_limit:
+        if max(map(self._length, self._rows)) + self._batch.call.drafting.max_slots > self.runner.slot_limit:
             return [0] * len(self._rows)
         limits = []
         for row, complete in zip(self._rows, is_complete, strict=True):

@@ -2,7 +2,7 @@
 
 The path probability of a node is the product of the acceptance probabilities along its path. With n nodes in each row
 
-    tokens(n)  = rows + sum of the path probabilities of the first n nodes of all rows, most probable first
+    tokens(n)  = rows that emit + sum of the path probabilities of the first n nodes of all rows, most probable first
     seconds(n) = target's pass over 1 + n tokens of each row + the drafter's passes so far
 
 `FastestTreeSizer` verifies the number of nodes with the most tokens per second, and makes a further pass of the drafter
@@ -134,6 +134,7 @@ class FastestTreeSizer(TreeSizer):
 
     Args:
         rows, pass_rows: rows that draft, and rows of the target's pass if these are more.
+        emitting_rows: rows that emit a token in the step, if these are more than those that draft.
         is_padded: whether the target's passes are padded to the width of a captured one.
         estimator: of the call; None: of no earlier draft.
     """
@@ -143,6 +144,7 @@ class FastestTreeSizer(TreeSizer):
         latency: StepLatency,
         rows: int = 1,
         pass_rows: int = 0,
+        emitting_rows: int = 0,
         is_padded: bool = False,
         estimator: AcceptanceEstimator | None = None,
     ):
@@ -150,6 +152,7 @@ class FastestTreeSizer(TreeSizer):
         self._estimator = estimator or AcceptanceEstimator()
         self._levels = DraftLevels()
         self._rows = rows
+        self._emitting_rows = max(rows, emitting_rows)
         self._draft_latency = latency.draft
         self._snapshot: Snapshot | None = None
         # `_target_seconds[n]` are those of the target's pass if n nodes of each row are verified.
@@ -168,7 +171,7 @@ class FastestTreeSizer(TreeSizer):
         # the time of verifying one node for each level.
         passes_ahead = np.arange(1 + levels)
         nodes = np.minimum(1 + passes_ahead, self.max_nodes)
-        tokens = self._rows * (1 + self._estimator.expected_of_draft(1 + levels))
+        tokens = self._emitting_rows + self._rows * self._estimator.expected_of_draft(1 + levels)
         seconds = self._target_seconds[nodes] + self._draft_seconds + passes_ahead * self._pass_seconds[width - 1]
         passes = fastest(tokens, seconds)
         if passes > 2:  # so that there are few different plans, since each is captured
@@ -207,7 +210,7 @@ class FastestTreeSizer(TreeSizer):
         conditional = self._levels.add(growth.levels, reached, snapshot.expansion_probability.sum(axis=1))
         # Without a further pass: tokens and seconds of the step if 0, 1, … of the present nodes are verified.
         probability = self._estimator.scaled(snapshot.probability[:, : self.max_nodes]).sum(axis=0)
-        tokens = np.concatenate([[self._rows], probability]).cumsum()
+        tokens = np.concatenate([[self._emitting_rows], probability]).cumsum()
         seconds = self._target_seconds[: len(tokens)] + self._draft_seconds
         verified = fastest(tokens, seconds)
         # With further passes as many present nodes are verified, but at least the path down to the last level.
@@ -249,7 +252,7 @@ class FastestTreeSizer(TreeSizer):
 
     def num_verified_of(self, paths: PathProbabilities, draft_seconds: float = 0.0, wants_q: bool = False) -> int:
         gains = paths[0] if len(paths) == 1 else map(sum, zip_longest(*paths, fillvalue=0.0))
-        tokens = np.cumsum([self._rows, *gains], dtype=float)[: len(self._target_seconds)]
+        tokens = np.cumsum([self._emitting_rows, *gains], dtype=float)[: len(self._target_seconds)]
         seconds = self._target_seconds[: len(tokens)] + draft_seconds
         if wants_q:
             falls = np.flatnonzero(np.diff(tokens / seconds) < 0)
@@ -312,7 +315,8 @@ def tree_sizer(
     if isinstance(tree, int):
         return FixedTreeSizer(tree)
     rows = max(1, sum(depth > 0 for depth in depths))
-    # A pass over 2 tokens has more where passes are padded: a captured one has 4.
+    emitting_rows = sum(not batch.state.has_ended(row) for row in range(batch.state.batch))
+    # A captured pass over 2 tokens is padded to 4, so `pass_shape(2)` tells whether passes are padded.
     pass_rows, padded_tokens_of_two = batch.pass_shape(2)
     pads_passes = padded_tokens_of_two > 2
     pass_rows = max(rows, pass_rows)
@@ -321,4 +325,4 @@ def tree_sizer(
         return FixedTreeSizer(children=1, may_end_early=may_end_early)
     if single_pass_tokens:  # the whole draft takes one pass, and each further level nothing
         step = step._replace(draft=DraftLatency(overhead=step.draft.draft_seconds([rows * single_pass_tokens])))
-    return FastestTreeSizer(step, rows, pass_rows, is_padded=pads_passes, estimator=estimator)
+    return FastestTreeSizer(step, rows, pass_rows, emitting_rows, pads_passes, estimator)

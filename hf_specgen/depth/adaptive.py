@@ -229,12 +229,14 @@ class AdaptiveSession(PolicySession):
     def _fastest_depth(self, rows: int, limit: int) -> int:
         """The depth with the most expected tokens per second, at least 1, at one acceptance rate and tree width."""
         target, drafter = self._at(rows)
+        state = self._call.state
+        others = state.other_rows if state.drafts_together and not self._is_alone else 0  # in the drafter's passes too
         depths = np.arange(1, min(self._call.drafting.k, limit) + 1)
         nodes = self._nodes_per_level * depths
         with np.errstate(under="ignore"):
             tokens = 1 + np.cumsum((self._accepted / self._verified) ** depths)
         seconds = np.array([target.seconds_of(rows * (1 + count)) for count in nodes])
-        return 1 + fastest(tokens, seconds + drafter.overhead + depths * drafter.pass_seconds(rows))
+        return 1 + fastest(tokens, seconds + drafter.overhead + depths * drafter.pass_seconds(rows + others))
 
     def observe(self, step: StepRecord) -> None:
         """Use the times of a step; count the loss and the acceptance of one with a draft."""

@@ -139,7 +139,10 @@ class StepLatency(NamedTuple):
     draft: DraftLatency
 
     def per_row(self, rows: int, drafts_together: bool) -> StepLatency:
-        """The latencies divided by `rows`, for one row of a shared pass; of the drafter if `drafts_together`."""
+        """The latencies divided by `rows`, for one row of a shared pass; of the drafter if `drafts_together`.
+
+        The target's are then given for the tokens of one row, the drafter's still for the tokens of all rows.
+        """
         seconds = tuple(self.target.seconds_of(rows * q) / rows for q in self.target.queries)
         target = replace(self.target, seconds=seconds, batch=1)
         if not drafts_together:

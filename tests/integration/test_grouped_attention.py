@@ -1,5 +1,6 @@
 """Grouped attention: the same attention, in our own forward passes only; every architecture is in tests/slow."""
 
+import copy
 import itertools
 import threading
 from functools import partial
@@ -16,6 +17,9 @@ from hf_specgen.compat import CACHE
 from hf_specgen.targets.attention import fold_mask, grouped_attention, grouped_sdpa
 from tests.fuzz.models import tiny_model as tiny_model_of_fuzz
 from tests.helpers import Oracle, fresh_model, plain_and_speculative, prompts, reference, tiny_model
+from tests.helpers.calls import with_sessions
+from tests.helpers.comparison import assert_same_tokens
+from tests.helpers.models import stateful_model
 
 # A row of a step: cached slots, parents of the draft's nodes, padding in front.
 STEPS: dict[str, dict[str, Any]] = {
@@ -226,6 +230,32 @@ def test_causal_mask_of_a_fixed_size_ends_drafts_same_logits() -> None:
     model = tiny_model_of_fuzz("gpt_neo", positions=90)
     candidates = partial(Oracle, accuracy=0.7, branching=True)
     assert assert_same_logits(model, prompts(2), candidates, max_new_tokens=78).speculation.drafted > 0
+
+
+@pytest.mark.parametrize("candidates", [NgramCandidates, DraftModelCandidates], ids=["n-grams", "draft model"])
+def test_causal_mask_of_a_fixed_size_ends_large_trees_same_logits(candidates: Any) -> None:
+    """Would catch: room for 64 draft tokens where a tree of a fixed size has more."""
+    model = tiny_model_of_fuzz("gpt_neo", positions=190)
+    drafter = [copy.deepcopy(model)] if candidates is DraftModelCandidates else []
+    strategy = candidates(*drafter, k=10, tree=120)
+    output = assert_same_logits(model, prompts(2), lambda _: strategy, max_new_tokens=170)
+    assert 0 < output.speculation.drafted < 120 * output.speculation.steps
+
+
+@pytest.mark.parametrize("tree", ["auto", 9])
+def test_search_for_a_target_that_verifies_chains_only_has_no_siblings(tree: Any) -> None:
+    """Would catch: siblings that count in the size of a draft and in its expected tokens, and are removed later."""
+    drafts = list[Any]()
+
+    def record(session: Any) -> None:
+        make = session.draft
+        session.draft = lambda depths: drafts.append(make(depths)) or drafts[-1]
+
+    model = stateful_model("mamba")
+    strategy = with_sessions(NgramCandidates(k=9, tree=tree), record)
+    assert_same_tokens(model, prompts(2), strategy, max_new_tokens=30)
+    assert any(draft.nodes for draft in drafts)
+    assert all(parents == tuple(range(-1, len(parents) - 1)) for draft in drafts for parents in draft.parents)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True}], ids=["greedy", "sampled"])

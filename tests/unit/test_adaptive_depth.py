@@ -83,6 +83,21 @@ def test_adaptive_depth_in_a_batch_drafts_for_all_rows_or_none() -> None:
     assert all(len(set(step)) == 1 for step in depths)
 
 
+def test_adaptive_depth_with_shared_passes_takes_the_time_of_all_rows() -> None:
+    """Would catch: the time of a drafter's pass over one row, an eighth of it for each row of a pass over eight."""
+    drafter = DraftLatency(tokens=(1.0, 8.0), seconds=(0.1, 0.8))  # limited by arithmetic: rows save nothing
+    curve = CostCurve((1, 64), (1.0, 1.01), context=100, batch=8)
+    latency = LatencyModel((Bucket(curve, {"any": drafter}),))
+    depths = []
+    for rows, others in ((8, 0), (1, 7)):
+        call = depth_call(rows, negligible_draft_cost=False)
+        call.state.other_rows = others
+        call.state.drafts_together = True
+        session = SharedDepth(AdaptiveDepth(latency), DraftingLoss() if others else None).start(call)
+        depths.append(max(session.depths([16] * rows)))
+    assert depths[0] == depths[1] < 4
+
+
 def test_adaptive_depth_requests_in_packed_steps_pause_together() -> None:
     """Would catch: a request that stops drafting after a rejection, for which all others then wait."""
     loss = DraftingLoss()

@@ -222,23 +222,25 @@ def test_fastest_size_no_other_number_of_nodes_is_faster(slope: float, draft_tok
 
 @pytest.mark.parametrize("probability", [[[0.9, 0.5, 0.2, 0.1]], [[0.6, 0.1], [], [0.9, 0.8, 0.7, 0.02]], [[]]])
 @pytest.mark.parametrize(
-    ("drafting", "is_padded", "pass_rows"), [(0.0, False, 0), (0.5, False, 0), (0.0, True, 0), (0.0, True, 16)]
+    ("drafting", "is_padded", "pass_rows", "emitting_rows"),
+    [(0.0, False, 0, 0), (0.5, False, 0, 0), (0.0, True, 0, 0), (0.0, True, 16, 0), (0.0, False, 16, 16)],
 )
 def test_fastest_size_of_grown_trees_no_other_number_of_nodes_is_faster(
-    probability: Any, drafting: float, is_padded: bool, pass_rows: int
+    probability: Any, drafting: float, is_padded: bool, pass_rows: int, emitting_rows: int
 ) -> None:
     """Would catch: rows added up at the wrong nodes, the passes of the drafter forgotten or counted twice; padding.
 
-    And rows that have ended, which a captured pass computes all the same.
+    And rows that have ended, which a captured pass computes all the same; and rows without a draft, which emit a token
+    all the same.
     """
     latency = curve(0.05, 0.1).at(1, 100)
     rates = []
     for count in range(max(map(len, probability)) + 1):
-        tokens = len(probability) + sum(sum(row[:count]) for row in probability)
+        tokens = max(len(probability), emitting_rows) + sum(sum(row[:count]) for row in probability)
         width = padded_tokens(1 + count) if is_padded else 1 + count
         rows = max(len(probability), pass_rows)
         rates.append(tokens / (latency.target.seconds_of(float(rows * width)) + drafting))
-    sizer = FastestTreeSizer(latency, len(probability), pass_rows, is_padded=is_padded)
+    sizer = FastestTreeSizer(latency, len(probability), pass_rows, emitting_rows, is_padded)
     count = sizer.num_verified_of(probability, drafting)
     assert count == int(np.argmax(rates))
 
@@ -372,6 +374,9 @@ def test_proposals_of_a_draft_vocabulary_are_those_of_the_whole_one(is_sampled: 
     tokens, acceptance, expandable, q = propose(propose.scores(logits), perturbed(logits, noise[..., ids]))
     assert torch.equal(tokens, best.indices) and expandable is not None
     torch.testing.assert_close(acceptance, expected)
-    assert torch.equal(expandable, whole.softmax(dim=-1).gather(-1, tokens) >= 0.1)
+    # In rejection sampling a later sibling in place of an earlier one would leave this out because of its token.
+    probability = whole.softmax(dim=-1).gather(-1, tokens)
+    assert torch.equal(expandable, (confidence if wants_q else probability) >= 0.1)
     if wants_q:
+        assert bool((expandable[..., 1:] <= expandable[..., :-1]).all())
         torch.testing.assert_close(q, whole.softmax(dim=-1))
