@@ -27,39 +27,43 @@ class DraftLevels:
         >>> levels = DraftLevels()
         >>> levels.add(1, np.array([[0.5, 0.75]]), np.array([0.9])).tolist()  # of two nodes that could be expanded
         [[0.5, 0.75]]
-        >>> levels.width = 2
+        >>> levels.expanded_width = 2
         >>> levels.add(2, np.array([[0.375, 0.75]]), np.array([0.75])).tolist()
         [[0.5, 1.0]]
     """
 
     def __init__(self) -> None:
-        self.width = 1  # how many nodes of each row were expanded for the next level
+        # Nodes of each row that were expanded after the last added level, in each pass; set by the caller.
+        self.expanded_width = 1
         self._level = 0
         self._reached: Floats = np.ones((1, 1))
         self._conditional: list[Floats] = []
         self._conditional_of_all: list[Floats] = []
 
     def add(self, level: int, reached: Floats, of_all: Floats) -> Floats:
-        """Add the level of this depth, and the levels since the last call, to which its geometric mean is assigned.
+        """Add all levels since the last call, up to the depth `level`.
+
+        Each of these n levels gets the n-th root of the conditional probability over all of them.
 
         Args:
             reached: `[rows, widths]` the probability that one of its first 1, 2, … nodes to expand is accepted.
-            of_all: `[rows]` the probability that one of its candidates is accepted.
+            of_all: `[rows]` the probability that one of its expandable candidates is accepted.
 
         Returns:
-            `reached`, if one of the expanded nodes of the level before is accepted.
+            `[rows, widths]` the n-th roots of the probabilities `reached`, given that one of the nodes that were
+            expanded after the last added level is accepted.
         """
-        before = np.maximum(_column(self._reached, self.width), 1e-30)  # so that quotients are finite
+        before = np.maximum(_column(self._reached, self.expanded_width), 1e-30)  # so that quotients are finite
         levels = level - self._level  # added now; each gets the geometric mean
         conditional = np.minimum(1.0, reached / before[:, None]) ** (1 / levels)
-        self._conditional += [_column(conditional, self.width)] * levels
+        self._conditional += [_column(conditional, self.expanded_width)] * levels
         self._conditional_of_all += [np.minimum(1.0, of_all / before) ** (1 / levels)] * levels
         self._level = level
         self._reached = reached
         return conditional
 
     def rows(self) -> Iterator[tuple[list[float], list[float]]]:
-        """For each row the probabilities of its levels, of the nodes to expand and of all candidates."""
+        """For each row the probabilities of its levels, of the nodes to expand and of all expandable candidates."""
         for expanded, of_all in zip(
             zip(*self._conditional, strict=True), zip(*self._conditional_of_all, strict=True), strict=True
         ):
@@ -100,7 +104,10 @@ class AcceptanceEstimator:
         self._expected_tokens = 2.0
 
     def scaled(self, paths: Floats) -> Floats:
-        """Path probabilities times accepted over expected draft tokens: a drafter may be too sure, or too little."""
+        """Path probabilities times the ratio of accepted to expected draft tokens, at most 1.
+
+        Corrects a drafter whose probabilities are too high or too low.
+        """
         return np.minimum(self._accepted_tokens / self._expected_tokens * paths, 1.0)
 
     def record_outcome(self, accepted: float, expected: float) -> None:

@@ -154,13 +154,13 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
         attended_slots = layer.get_mask_sizes(0)[0]
         # Each pass runs on the nodes that it expands, with the states of their parents, and adds a level.
         for _ in range(self.num_passes):
-            frontier = growth.expand(self.width)
+            frontier = growth.select_frontier(self.width)
             layout = StepLayout(last_token_slots, attended_slots, *growth.structure(), inputs.visible)
             parent_states = None if states is None else frontier.gather_parents(states)
             pass_inputs = DrafterInputs(frontier.tokens, layout, parent_states, inputs.offsets)
             logits, states, *_ = self.level(module, pass_inputs, cache)
             self._add(growth, logits, next(noise_by_pass))
-        return Drafted(growth.level_tensors()[-1], growth.best_padded(self.nodes), states, after_text)
+        return Drafted(growth.packed_levels()[-1], growth.best_padded(self.nodes), states, after_text)
 
     def _forward_text(self, module: nn.Module, text: NewText, inputs: LevelInputs, cache: Any) -> LevelOutput:
         """Run on new text; returns the values of each row's last token alone, `[batch, 1, …]`.
@@ -198,10 +198,10 @@ def add_captured_levels(
     proposer: CandidateProposer,
     noise: torch.Tensor | None,
 ) -> Drafted | None:
-    """Add `num_passes` levels to a growing tree, and their nodes to the drafter's cache, by one graph.
+    """Add the levels of `num_passes` passes over nodes; with new text also level 1, from a pass over it.
 
-    If the drafter has new text, a pass over it comes first, which gives level 1. `noise` is that of `LevelInputs`.
-    None if there is no graph: then nothing was added, and the caller makes the passes.
+    One graph makes all passes, which also add the nodes and the text to the drafter's cache. `noise` is that of
+    `LevelInputs`. None if there is no graph: then nothing was added, and the caller makes the passes.
     """
     if noise is not None and proposer.token_ids is not None:
         noise = noise[..., proposer.token_ids]  # of the draft vocabulary
@@ -224,7 +224,7 @@ def add_captured_levels(
         text,
         growth.last_tokens,
         growth.max_depths_on_device,
-        growth.level_tensors(),
+        growth.packed_levels(),
         states,
         visible,
         capturable.offsets,

@@ -61,9 +61,10 @@ class LoadedDraft:
 
 @dataclass
 class _CachedRow:
-    """How much of a row's text is in the cache of the draft model: the first `cached` tokens.
+    """How much of a row's text the draft model has processed: the first `cached` tokens.
 
-    The prefill has processed the first `prefilled` of them, but the `skipped` ones that the window leaves out.
+    The prefill processes the first `prefilled` of them. The window leaves out `skipped` of these: they have no cache
+    slot.
     """
 
     text: DraftText
@@ -121,7 +122,7 @@ class DraftModelDrafter(Drafter[UncachedText]):
         self.rows_can_change = is_plain_text and not draft.reads_target and not self.runner.verifies_chains_only
 
     def take(self, max_depths: Sequence[int]) -> UncachedText | None:
-        """The tokens that the model has not processed; None if no row drafts. Reads the prompts before that."""
+        """Return the unprocessed tokens; None if no row drafts. The first draft begins with the drafter's prefill."""
         if self._features is not None:
             self._features.begin()
         is_complete = self._update_texts()
@@ -212,8 +213,8 @@ class DraftModelDrafter(Drafter[UncachedText]):
     def _begin(self, rows: Sequence[_CachedRow], restarts: bool = False) -> Target:
         """A runner for these rows, before its prefill; resets their counts.
 
-        The prompts are the texts; if one exceeds the window, or on a restart, all are cut to it. On a restart the last
-        token is left for the next pass.
+        The prompts are the whole texts. On a restart, or if any row exceeds the window, every row is cut to the window.
+        On a restart the last token is left for the next pass.
         """
         texts = [row.text.tokens[:-1] if restarts else row.text.tokens for row in rows]
         window = self._window

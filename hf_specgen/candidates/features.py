@@ -35,7 +35,7 @@ class _Queue:
         return sum(map(len, self.parts))
 
     def add_to_history(self, features: torch.Tensor, tokens: Sequence[int], window: DraftWindow) -> bool:
-        """Add features that the head gets now; returns whether the history, then cut to the window, was too long."""
+        """Add features that the head reads now. If the history exceeds the window, cut it to that and return True."""
         self.history = torch.cat([self.history, features])
         self.history_tokens = [*self.history_tokens, *tokens]
         if not window.is_exceeded_by(len(self.history_tokens)):
@@ -46,7 +46,10 @@ class _Queue:
 
 
 class FeatureQueue:
-    """Hidden states of accepted tokens that a head has not processed; beyond a window, all of it again."""
+    """Hidden states of accepted tokens that a head has not processed.
+
+    When a row exceeds the window, all states in the window are returned, those that were returned before too.
+    """
 
     def __init__(self, batch: DraftBatch, layers: Sequence[int], window: DraftWindow | None = None):
         self._batch = batch
@@ -68,7 +71,7 @@ class FeatureQueue:
             row.parts.append(new)
         self._add_rows(states)
 
-    def take(self, max_depths: Sequence[int], *, of_all_rows: bool = False) -> HeadText | None:
+    def take_text(self, max_depths: Sequence[int], *, of_all_rows: bool = False) -> HeadText | None:
         """Remove the features of the rows that draft; `of_all_rows`: of all rows that have not ended.
 
         None if no row drafts, or none can, see `_can_begin`. Without `of_all_rows` a row that does not draft keeps its
@@ -78,7 +81,7 @@ class FeatureQueue:
             self.receive()
         if not any(max_depths) or not self._can_begin:
             return None
-        return self._take_first([inf if depth > 0 or of_all_rows else 0 for depth in max_depths])
+        return self._take_text_of_rows([inf if depth > 0 or of_all_rows else 0 for depth in max_depths])
 
     def take_prompts(self, first: int) -> HeadText:
         """Remove the features of new rows, the row `first` and those after it; the result has these rows alone.
@@ -87,14 +90,14 @@ class FeatureQueue:
         restarted, as nothing was computed for new rows.
         """
         limits_of_new = [max(1, row.count - 1) for row in self._rows[first:]]
-        taken = self._take_first([*[0] * first, *limits_of_new])
+        taken = self._take_text_of_rows([*[0] * first, *limits_of_new])
         features = taken.features[first:]
         tokens = taken.tokens[first:]
         return taken._replace(features=features, tokens=tokens, active=[True] * len(tokens), restarted=())
 
-    def remove(self, limits: Sequence[float]) -> list[torch.Tensor]:
+    def remove_states(self, limits: Sequence[float]) -> list[torch.Tensor]:
         """Remove the first `limits[row]` features of each row that has not ended: `[removed, layers * hidden]` each."""
-        return self._take_first(limits).features
+        return self._take_text_of_rows(limits).features
 
     def available(self, row: int) -> int:
         """How many features of a row are in the queue."""
@@ -105,7 +108,10 @@ class FeatureQueue:
         self._rows = [self._rows[row] for row in kept]
 
     def append_rows(self, new: int) -> None:
-        """Add new rows after the present ones, with the hidden states of their prompts; `new` is their number."""
+        """Add new rows after the present ones, with the hidden states of their prompts.
+
+        `new`, their number, is not needed: rows without a queue are new.
+        """
         self._add_rows(self._batch.committed_states(self._layers))
 
     @property
@@ -123,7 +129,7 @@ class FeatureQueue:
             states_of_text = new[max(0, len(new) - length) :]
             self._rows.append(_Queue([states_of_text], length - len(states_of_text), new[:0]))
 
-    def _take_first(self, limits: Sequence[float]) -> HeadText:
+    def _take_text_of_rows(self, limits: Sequence[float]) -> HeadText:
         """Remove the first `limits[row]` features of each row that has not ended, and the token after each.
 
         A row that exceeds the window is restarted: it gets all features in the window, those taken before included.
@@ -132,7 +138,7 @@ class FeatureQueue:
         self._was_taken = True
         restarted = []
         for index, row in enumerate(self._rows):
-            features, tokens = self._remove_first(index, row, limits[index])
+            features, tokens = self._pop_states_of_row(index, row, limits[index])
             if self._window is not None and tokens and row.add_to_history(features, tokens, self._window):
                 features = row.history
                 tokens = row.history_tokens
@@ -141,7 +147,7 @@ class FeatureQueue:
             new.tokens.append(tokens)
         return new._replace(restarted=restarted)
 
-    def _remove_first(self, index: int, row: _Queue, limit: float) -> tuple[torch.Tensor, list[int]]:
+    def _pop_states_of_row(self, index: int, row: _Queue, limit: float) -> tuple[torch.Tensor, list[int]]:
         """Remove the first `limit` features of a row, or all of fewer features; returns the token after each, too."""
         if limit <= 0 or not row.parts or self._state.has_ended(index):
             return row.history[:0], []  # no features: an empty tensor of their width

@@ -6,9 +6,9 @@ synchronization.
 
 All tokens that were proposed are *candidates*; the children of a node are a *group*. Candidates that a pass of the
 drafter has run on are *expanded*; their *expansion index* counts them in that order, and is 0 for the row's last token.
-Group n + 1 has the children of expansion index n. Group 0 is the last token, padded to the size of a group: it is no
-candidate (`Growth.candidates` leaves it out), but candidate indices count it, so that the last token has index 0. A
-row whose last token is t, with two children of each node, after two passes that expanded b (1), then c (2) and d (3)::
+Group n + 1 has the children of expansion index n. Group 0 is the row's last token and `children - 1` padding entries.
+A *candidate index* counts the entries of all groups, group 0 included; `Growth.candidates` excludes group 0. A row
+whose last token is t, with two children of each node, after two passes that expanded b (1), then c (2) and d (3)::
 
     t ─┬─ a                     group      0  0 | 1  1 | 2  2 | 3  3   4  4     by candidate index 0, 1, 2, …
        └─ b ─┬─ c ─┬─ e         token      t  . | a  b | c  d | e  f   g  h     bars separate levels
@@ -70,7 +70,7 @@ class Growth:
     Example:
         >>> growth = Growth([2], children=2, last_tokens=torch.tensor([[4]]))
         >>> growth.add(torch.tensor([[[5, 6]]]), torch.tensor([[[0.6, 0.3]]]).log())
-        >>> growth.expand(1).tokens.tolist()  # the most likely node is expanded first
+        >>> growth.select_frontier(1).tokens.tolist()  # the most likely node is expanded first
         [[5]]
         >>> growth.add(torch.tensor([[[7, 8]]]), torch.tensor([[[0.9, 0.1]]]).log())
         >>> tree = growth.best(3)  # of 4 nodes: 5, then 7 below it (0.54), then 6 (0.3)
@@ -116,7 +116,7 @@ class Growth:
         return self.children * (1 + self.expanded)
 
     @property
-    def last_level_width(self) -> int:
+    def last_level_size(self) -> int:
         """How many candidates of each row are in the last level."""
         return self.children * (self._widths[-1] if self._widths else 1)
 
@@ -142,10 +142,11 @@ class Growth:
         self.levels += 1
         self._selection = None
 
-    def expand(self, width: int) -> Frontier:
-        """Expand the `width` likeliest candidates of each row's last level (1 in chains); the next pass reads them.
+    def select_frontier(self, width: int) -> Frontier:
+        """Select the `width` candidates of each row's last level with the highest expansion scores (1 in chains).
 
-        A row with fewer expandable candidates expands others as padding; the children of these have probability 0.
+        They count as expanded: the next drafter pass reads them, and `add` adds their children. If a row has fewer
+        expandable candidates, others fill the width, and their children have probability 0.
         """
         self.expanded += width
         self._widths += (width,)
@@ -178,8 +179,8 @@ class Growth:
         """The constants of the tree after so many passes, each of which expands so many nodes."""
         return _constants(self.children, self._widths + (width,) * passes, self.device)
 
-    def level_tensors(self) -> tuple[LevelTensors, ...]:
-        """All levels so far; those added since the previous call are packed into one more `LevelTensors`."""
+    def packed_levels(self) -> tuple[LevelTensors, ...]:
+        """Pack the levels that are not packed yet into one more `LevelTensors`; returns those of all levels."""
         first = self._num_packed  # the index of the first level that is not packed
         if first < len(self._levels):
             # `_levels[i]` comes after `_expansions[i - 1]`, and `_levels[0]` after none.
@@ -215,7 +216,7 @@ class Growth:
             selection: the best nodes of the tree with these levels; None: `best` selects them.
         """
         levels, expansions, self._expansion_scores = tensors.unpack(self.children, is_first=not self._levels)
-        # What `expand` changes, for each of the expansions.
+        # What `select_frontier` changes, for each of the expansions.
         self._expansions += expansions
         self._widths += tensors.widths
         self.expanded += sum(tensors.widths)
@@ -226,8 +227,7 @@ class Growth:
         self.levels += len(levels)
         self._selection = selection
         self._host_values = None
-        # These levels are packed already.
-        self._level_tensors.append(tensors)
+        self._level_tensors.append(tensors)  # these levels are packed already
         self._num_packed = len(self._levels)
 
     def best_padded(self, nodes: int) -> Selection:
@@ -235,8 +235,11 @@ class Growth:
         tree = self.best(nodes)
         return Selection.of(tree.padded(padded_tokens(1 + tree.nodes) - 1), self._expansion_scores)
 
-    def to_host(self) -> Snapshot:
-        """Copy the probabilities of all candidates in one transfer; of a selection, all values of its nodes instead."""
+    def read_probabilities(self) -> Snapshot:
+        """Read the path probabilities, and those of the last level for its expansion, on the host in one transfer.
+
+        If a captured function has selected the best nodes, read those nodes only and keep their values for `best`.
+        """
         if self._selection is not None:
             flat = self._selection.flat.cpu().numpy()
             values, scores = self._selection.split(flat)
@@ -264,12 +267,13 @@ class Growth:
         return tree
 
     def best_with_expanded(self, nodes: int, expanded_first: bool) -> tuple[DeviceTree, Tensor]:
-        """Trees of all expanded nodes and the most probable others; with each parent's expansion index (0: the root).
+        """The trees of all expanded nodes and the most probable others.
+
+        Returns the trees, and `[rows, nodes]` the expansion index of each node's parent (0: the row's last token).
 
         Args:
             nodes: how many nodes at most, but at least `expanded`.
-            expanded_first: the expanded nodes come first, in their order, then the others; if not, all are sorted by
-                their path probability.
+            expanded_first: expanded nodes first, in their order, then the others; if not, all by path probability.
         """
         nodes = min(nodes, self.candidates)
         ids = self._expanded_ids()
@@ -333,13 +337,13 @@ class Growth:
 
 
 class Constants(NamedTuple):
-    """Tensors that depend on the shape of a growing tree alone; they count group 0 among the candidates."""
+    """Tensors that depend on the shape of a growing tree alone. Its entries are those of all groups, with group 0."""
 
     depths: Tensor  # [1 + expanded] of each row's last token and of the expanded nodes
     level_starts: Tensor  # [1 + expanded] the candidate index with which the level of each expanded node begins
-    expansion_indices: Tensor  # 0, 1, 2, …, one for each candidate
-    unexpanded: Tensor  # `UNEXPANDED` for each candidate
-    depths_and_parents: Tensor  # [2 * candidates] the depths of all, then the expansion indices of their parents
+    expansion_indices: Tensor  # 0, 1, 2, …, one for each entry, group 0 included
+    unexpanded: Tensor  # `UNEXPANDED`, one for each entry, group 0 included
+    depths_and_parents: Tensor  # [2 * entries] the depths of all, then the expansion indices of their parents
     root_paths: Tensor  # [children] logarithms of the path probabilities of group 0
     root_id: Tensor  # [1] the candidate index of each row's last token
 

@@ -85,17 +85,17 @@ class LevelDraft(Generic[T]):
     def _begin(self, device: torch.device, draft_vocab: int | None = None) -> None:
         """Make trees without nodes; `draft_vocab` is the number of logits after a token, once a pass has given some."""
         depths = self._text.depths
-        last_tokens = [self._batch.state.last_token(row) for row in range(len(depths))]
+        tokens = [self._batch.state.last_token(row) for row in range(len(depths))]
         # In one transfer. CUDA stages a temporary tensor before `to` returns; elsewhere it could be freed too early.
-        values = torch.tensor([last_tokens, list(depths)]).to(device, non_blocking=device.type == "cuda")[..., None]
-        pending = values[0]
+        values = torch.tensor([tokens, list(depths)]).to(device, non_blocking=device.type == "cuda")[..., None]
+        last_tokens = values[0]
         max_depths = values[1] if self._can_capture else None
         ids = self._drafter.token_ids
         vocab = vocabulary_size(self._batch.model)
         children = min(self._sizer.children, vocab if ids is None else len(ids))
         if draft_vocab is not None:
             children = min(children, draft_vocab)
-        self.growth = Growth(depths, children, pending, max_depths)
+        self.growth = Growth(depths, children, last_tokens, max_depths)
         processors = self._batch.score_processors
         self._proposer = CandidateProposer(children, vocab, self._threshold, processors, ids, self._batch.wants_q)
 
@@ -104,7 +104,7 @@ class LevelDraft(Generic[T]):
         capturable = self._drafter.capturable_passes()
         if capturable is None or self._expand_captured(plan, capturable) is None:
             for _ in range(plan.num_passes):
-                self._add(self._drafter.forward_nodes(self.growth.expand(plan.expansion_width)))
+                self._add(self._drafter.forward_nodes(self.growth.select_frontier(plan.expansion_width)))
         self._count_passes(plan)
 
     def _expand_first(self, capturable: CapturablePasses) -> bool:

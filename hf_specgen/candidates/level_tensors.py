@@ -50,7 +50,11 @@ class LevelTensors(NamedTuple):
         return cls(widths, torch.cat([*paths, scores], dim=1), torch.cat(integers, dim=1), ancestors)
 
     def unpack(self, children: int, is_first: bool) -> tuple[list[TreeLevel], list[Expansion], Tensor]:
-        """Levels, expansions and expansion scores, of trees with so many children of a node; the first have level 1."""
+        """Levels, expansions and expansion scores, of trees with so many children of a node.
+
+        `is_first`: these are the first tensors of the tree, so they begin with level 1, which has no expansion before
+        it.
+        """
         level_sizes = [width * children for width in self.widths]
         if is_first:
             level_sizes.insert(0, children)

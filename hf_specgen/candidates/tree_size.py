@@ -117,10 +117,10 @@ class FixedTreeSizer(TreeSizer):
         since_sync = growth.levels % growth.levels_per_sync
         # Synchronize every `levels_per_sync` levels. Where that takes time, not to save the pass of one last level.
         may_stop = not since_sync and (levels > 1 or growth.levels_per_sync == 1)
-        if may_stop and not growth.to_host().may_improve(self.max_nodes):
+        if may_stop and not growth.read_probabilities().may_improve(self.max_nodes):
             return None
         passes = min(growth.levels_per_sync - since_sync, levels)
-        return Plan(passes, min(self._width, growth.last_level_width))
+        return Plan(passes, min(self._width, growth.last_level_size))
 
     def num_verified(self, growth: Growth) -> int:
         return self.max_nodes if self.children > 1 else max(1, *growth.max_depths)
@@ -179,7 +179,7 @@ class FastestTreeSizer(TreeSizer):
         return Plan(passes, width) if passes else None
 
     def _plan_next(self, growth: Growth, k: int) -> Plan | None:
-        self._snapshot = growth.to_host()
+        self._snapshot = growth.read_probabilities()
         width = self._fastest_width(self._snapshot, growth)
         if not width:
             return None
@@ -191,7 +191,7 @@ class FastestTreeSizer(TreeSizer):
 
     def record_passes(self, plan: Plan) -> None:
         self._draft_seconds += plan.num_passes * float(self._pass_seconds[plan.expansion_width - 1])
-        self._levels.width = plan.expansion_width
+        self._levels.expanded_width = plan.expansion_width
 
     def _fastest_width(self, snapshot: Snapshot, growth: Growth) -> int:
         """How many nodes of each row the next pass expands for the most expected tokens per second; 0 for no pass.
@@ -246,7 +246,7 @@ class FastestTreeSizer(TreeSizer):
 
     def num_verified(self, growth: Growth) -> int:
         if self._snapshot is None or self._snapshot.levels < growth.levels:
-            self._snapshot = growth.to_host()
+            self._snapshot = growth.read_probabilities()
         probability = self._estimator.scaled(self._snapshot.probability[:, : self.max_nodes])
         return self.num_verified_of(probability.tolist(), self._draft_seconds)
 

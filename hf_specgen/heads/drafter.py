@@ -46,7 +46,7 @@ class HeadDrafter(Drafter[HeadText]):
 
     def take(self, max_depths: Sequence[int]) -> HeadText | None:
         """The features that the head has not processed; None if no row drafts."""
-        new = self._source.take(max_depths, of_all_rows=self.reads_all_rows)
+        new = self._source.take_text(max_depths, of_all_rows=self.reads_all_rows)
         if new is None:
             return None
         for row in new.restarted:

@@ -23,7 +23,7 @@ class HeadText(NamedTuple):
 class FeatureSource(Protocol):
     """Where the drafter of a head takes new text from: `candidates.features.FeatureQueue`."""
 
-    def take(self, max_depths: Sequence[int], *, of_all_rows: bool = False) -> HeadText | None:
+    def take_text(self, max_depths: Sequence[int], *, of_all_rows: bool = False) -> HeadText | None:
         """Remove the features of rows that draft, or of all rows; None if no row drafts. Called in every step."""
 
     def take_prompts(self, first: int) -> HeadText:

@@ -72,7 +72,7 @@ def test_drafts_go_as_far_as_a_run_of_certain_tokens(probability: float, least: 
         while (plan := sizer.next_plan(growth, 32)) is not None:
             assert plan.num_passes == 1
             sizer.record_passes(plan)
-            growth.expand(plan.expansion_width)
+            growth.select_frontier(plan.expansion_width)
             add_level(growth, probability, plan.expansion_width)
         sizer.record_levels()
         depths.append(sizer.num_verified(growth))

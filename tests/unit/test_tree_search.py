@@ -126,7 +126,7 @@ def test_growth_agrees_with_the_reference(
     for level in range(4):
         nodes = width if level else 1
         if level:
-            frontier = growth.expand(width)
+            frontier = growth.select_frontier(width)
             above = frontier.gather_parents(torch.arange(width if level > 1 else 1).expand(rows, -1))
             new = zip(above.tolist(), frontier.tokens.tolist(), strict=True)
             paths = [[(*paths[row][at], one) for at, one in zip(*pair, strict=True)] for row, pair in enumerate(new)]
@@ -196,7 +196,7 @@ def _grown(growth: Growth, sizer: TreeSizer, chances: list[float], passes: list[
     while (plan := sizer.next_plan(growth, max(growth.max_depths))) is not None:
         sizer.record_passes(plan)
         for width in [plan.expansion_width] * plan.num_passes:
-            growth.expand(width)
+            growth.select_frontier(width)
             add(width)
             if passes is not None:
                 passes.append(width)
@@ -214,7 +214,7 @@ def test_fastest_size_no_other_number_of_nodes_is_faster(slope: float, draft_tok
     sizer = FastestTreeSizer(latency)
     growth = _grown(new_growth([6], 4), sizer, [0.5, 0.2, 0.1, 0.05], passes)
     spent = latency.draft.draft_seconds([1, *passes])
-    probability = growth.to_host().probability[0, :64]
+    probability = growth.read_probabilities().probability[0, :64]
     tokens = [1 + probability[:count].sum() for count in range(len(probability) + 1)]
     rates = [one / (latency.target.seconds_of(1.0 + count) + spent) for count, one in enumerate(tokens)]
     assert sizer.num_verified(growth) == int(np.argmax(rates))
@@ -266,7 +266,7 @@ def test_best_with_expanded_nodes_leaves_none_of_them_out() -> None:
     growth, tokens = new_growth([4], 3), iter(range(100))
     for level in range(3):
         if level:
-            growth.expand(1)
+            growth.select_frontier(1)
         growth.add(torch.tensor([[[next(tokens) for _ in range(3)]]]), torch.full((1, 1, 3), 0.3).log())
     trees = [growth.best(3), growth.best_with_expanded(3, expanded_first=False)[0]]
     assert {0, 3} <= set(trees[1].token_lists()[0]) and 3 not in trees[0].token_lists()[0]
