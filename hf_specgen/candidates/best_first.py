@@ -141,12 +141,16 @@ class SearchSession(DraftSession, Generic[Tag]):
         self._k = k
         self._tree_setting = tree
         self._trees: list[SearchTree[Tag]] = []
+        self._probability: Sequence[Sequence[float]] = ()  # of the nodes of the last draft, until its outcome is known
         # Of each row the expected and accepted tokens of its drafts, from a prior of 2 each.
         self._expected = [2.0] * batch.state.batch
         self._accepted = [2.0] * batch.state.batch
 
     def observe(self, result: VerificationResult) -> None:
-        """Count how many draft tokens were accepted."""
+        """Count how many draft tokens were expected to be accepted, of those that were verified, and how many were."""
+        for row, probability in enumerate(self._probability):
+            self._expected[row] += sum(probability[: result.verified[row]] if result.verified else probability)
+        self._probability = ()
         for row, accepted in enumerate(result.accepted):
             self._accepted[row] = min(self._expected[row], self._accepted[row] + accepted)
 
@@ -162,8 +166,7 @@ class SearchSession(DraftSession, Generic[Tag]):
 
         scales = [accepted / expected for accepted, expected in zip(self._accepted, self._expected, strict=True)]
         draft, self._trees = draft_rows(self.batch, self._tree_setting, depths, search, scales=scales)
-        for row, probability in enumerate(draft.probability or ()):
-            self._expected[row] += sum(probability)
+        self._probability = draft.probability or ()
         return draft
 
 

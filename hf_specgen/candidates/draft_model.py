@@ -68,7 +68,8 @@ class DraftModelCandidates(PretrainedCandidates):
         model_or_id: a loaded model (also one that PEFT has wrapped), a Hub id or a folder; or "self" for a quantised
             copy of the target, which shares with it all weights but those of its linear layers.
         k, tree, policy: as for `Candidates`.
-        confidence_threshold: do not draft after a token with a lower probability; 0 never stops.
+        confidence_threshold: do not draft after a token with a lower probability (in trees with rejection sampling, of
+            a lower expected one, by its rank); 0 never stops.
         draft_window: how much of a long text the draft reads: a number of recent tokens, or a pair of first and recent
             ones; its cache holds up to twice as many. "auto": as many recent ones as it was trained on (the
             `trained_length` of its config), or half of its positions; None: all of it. For decoder-only drafts with the

@@ -19,7 +19,7 @@ class DrafterLoss:
 
     A step in which they draft loses the time of drafting and of verifying more nodes. It gains the tokens that the
     tree of the other members does not have; each counts as the time that these members take for a token in this call.
-    That the merged tree lacks a copied token is no loss of the drafters: `UnproposedTokens` corrects it. Drafters pause
+    A copied token that merging drops is not counted as a loss: `UnproposedTokens` adjusts the estimate. Drafters pause
     while the loss is too high; each step of a pause reduces it by 0.02, as with `AdaptiveDepth`. Without a latency
     model they never pause.
     """

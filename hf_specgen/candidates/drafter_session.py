@@ -89,7 +89,10 @@ class DrafterSession(DraftSession, Generic[T]):
     def observe(self, result: VerificationResult) -> None:
         """Count the outcome, and keep what was computed for accepted nodes."""
         self._count_by_length(result)
-        self._estimator.record_outcome(sum(result.accepted), sum(map(sum, self._tree.probability or ())))
+        probability = self._tree.probability or ()
+        if result.verified:
+            probability = [row[:count] for row, count in zip(probability, result.verified, strict=bool(probability))]
+        self._estimator.record_outcome(sum(result.accepted), sum(map(sum, probability)))
         self.drafter.commit(self._expanded_paths(result))
 
     def _expanded_paths(self, result: VerificationResult) -> list[list[int]]:

@@ -54,7 +54,10 @@ class TreeSizer(ABC):
 
     @abstractmethod
     def first_plan(self, growth: Growth, k: int) -> Plan | None:
-        """The plan right after level 1, made without a host synchronization; None if `_plan_next` has to make it."""
+        """The passes after level 1, chosen without a host synchronization; None if `_plan_next` has to choose.
+
+        It may be called before level 1 exists.
+        """
 
     def next_plan(self, growth: Growth, k: int) -> Plan | None:
         """The next passes; None if the trees are large enough. No draft is deeper than `k`."""
@@ -65,7 +68,7 @@ class TreeSizer(ABC):
 
     @abstractmethod
     def _plan_next(self, growth: Growth, k: int) -> Plan | None:
-        """The plan where `first_plan` made none; may copy the probabilities of the nodes so far to the host."""
+        """The plan after the first one, or where `first_plan` made none; may read the probabilities on the host."""
 
     def record_passes(self, plan: Plan) -> None:
         """Record passes that were made: their time, and how many nodes they expanded."""
@@ -96,8 +99,10 @@ class TreeSizer(ABC):
 class FixedTreeSizer(TreeSizer):
     """Trees of at most so many nodes a row, expanded about the square root of that many at a time; or chains.
 
+    Rejection sampling and layer skip verify all expanded nodes, which may be more.
+
     Args:
-        may_end_early: whether nodes may not be expandable, so that a chain may end before its maximum depth.
+        may_end_early: whether some nodes must not be expanded (confidence threshold), so that a chain may end early.
     """
 
     def __init__(self, nodes: int = MAX_NODES, children: int = MAX_CHILDREN, may_end_early: bool = False):
@@ -213,7 +218,7 @@ class FastestTreeSizer(TreeSizer):
         tokens = np.concatenate([[self._emitting_rows], probability]).cumsum()
         seconds = self._target_seconds[: len(tokens)] + self._draft_seconds
         verified = fastest(tokens, seconds)
-        # With further passes as many present nodes are verified, but at least the path down to the last level.
+        # If further passes follow, at least as many present nodes count as verified as one path has.
         present = min(max(verified, growth.levels), len(tokens) - 1)
         gains, seconds_ahead = self._further_levels(growth, present, reached, conditional)
         # Choice 0 is no further pass, choice 1 + i the i-th of `[2, levels, widths]`, whose last axis is the width.

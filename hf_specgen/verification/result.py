@@ -27,6 +27,7 @@ class VerificationResult:
         scores: if asked for, the processed scores of each emitted token: per row a list of `[vocab]`.
         logits: if asked for, the same before the processors.
         top_tokens: the most likely next tokens after every input token, if `DraftSession.top_tokens` is not 0.
+        verified: how many nodes of each row's draft were verified, the first ones; empty if that is not known.
     """
 
     paths: list[list[int] | None]
@@ -35,6 +36,7 @@ class VerificationResult:
     scores: list[list[torch.Tensor]] = field(default_factory=list)
     logits: list[list[torch.Tensor]] = field(default_factory=list)
     top_tokens: TopTokens | None = None
+    verified: list[int] = field(default_factory=list)
 
 
 def result_for(result: VerificationResult, tree: DraftTree) -> VerificationResult:
@@ -51,7 +53,7 @@ def result_for(result: VerificationResult, tree: DraftTree) -> VerificationResul
     nodes = list(map(path_of_tokens, tree.token_lists(), tree.parents, emitted))
     # An accepted token that ends the row is the pending token, which no path contains.
     paths = [None if path is None else own[: len(path)] for path, own in zip(result.paths, nodes, strict=True)]
-    return replace(result, paths=paths, accepted=list(map(len, nodes)))
+    return replace(result, paths=paths, accepted=list(map(len, nodes)), verified=[])
 
 
 def path_of_tokens(tokens: Sequence[int], parents: Sequence[int], emitted: Sequence[int]) -> list[int]:
