@@ -10,6 +10,8 @@ that differs is refused. A model that reads an encoder, or inputs beside text, i
 | rows | the text in rows of different lengths | if the call has several rows or padding |
 | own prompt | the prompt of the call | if the call has inputs beside text, or the model reads an encoder |
 
+The own prompt is tried once with one row and once with several, and so with padding and without.
+
 A result holds as long as `hf_specgen.targets.fingerprint.computation` of the model has the same value, and for another
 object of the same class and weights with that value; in later processes too, if `HF_SPECGEN_CACHE` names a folder.
 """
@@ -156,9 +158,9 @@ class SelfCheck:
         rows = len(call.input_ids)
         inputs = tuple(sorted(accompanying_inputs(call.model_kwargs)))
         alike = treats_rows_alike(self._model)
+        own_prompt = Trial((inputs, rows > 1 if alike else rows, *_masks(call)), lambda: call)
         if reads_encoder(self._model):
-            masks = [name for name in ("attention_mask", "decoder_attention_mask") if name in call.model_kwargs]
-            return self._run(Trial((inputs, rows > 1, *masks), lambda: call))
+            return self._run(own_prompt)
         mask = call.model_kwargs.get("attention_mask")
         is_single = rows == 1 and (mask is None or bool(mask.all()))
         problem = None if is_single else self._rows_differ(2 if alike else rows)
@@ -169,7 +171,7 @@ class SelfCheck:
             if alone is not None and (alike or rows == 1 or isinstance(alone.cause, UnsupportedModelError | None)):
                 problem = alone
         if problem is None and inputs:
-            problem = self._run(Trial((inputs,), lambda: call))
+            problem = self._run(own_prompt)
         return problem
 
     def _short_text(self, rows: int, is_padded: bool) -> PreparedCall:
@@ -226,6 +228,12 @@ class SelfCheck:
         if self._exit_layer is not None:
             return "use another candidate generator"
         return trial.remedy
+
+
+def _masks(call: PreparedCall) -> list[tuple[str, bool]]:
+    """The names of a call's masks, each with whether it leaves something out."""
+    masks = [(name, call.model_kwargs.get(name)) for name in ("attention_mask", "decoder_attention_mask")]
+    return [(name, not bool(mask.all())) for name, mask in masks if isinstance(mask, torch.Tensor)]
 
 
 def short_text(
