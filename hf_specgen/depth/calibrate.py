@@ -2,9 +2,10 @@
 
 On a CPU the steps of a call time T(q) (`hf_specgen.depth.step_times`). On accelerators, where steps are asynchronous,
 and for passes that calls share, T(q) is measured after the prefill, on the call's own cache, by passes over chains of a
-few sizes that are rolled back, in the time of eight plain steps, at most twelve. The time of drafting is taken from the
-first drafts. Both are kept as long as the model; another object of the same architecture begins with its T(q). All
-ranks of a tensor-parallel model use what the first rank measured.
+few sizes that are rolled back, in the time of eight plain steps, at most twelve. These do not include the first pass of
+each size on an accelerator, which is not timed: it loads kernels, and may capture a CUDA graph. The time of drafting is
+taken from the first drafts. Both are kept as long as the model; another object of the same architecture begins with its
+T(q). All ranks of a tensor-parallel model use what the first rank measured.
 """
 
 from __future__ import annotations

@@ -173,12 +173,16 @@ class MovingWindow(Policy):
     Args:
         target: desired acceptance rate.
         window: number of steps with a draft over which the rate is taken.
-        start: first depth; the strategy's k if None.
+        start: first depth, at least 1; the strategy's k if None.
     """
 
     def __init__(self, target: float = 0.6, window: int = 10, start: int | None = None):
         if not (isinstance(target, float) and 0 < target < 1 and isinstance(window, int) and window >= 1):
             raise ValueError(f"target must be between 0 and 1, and window at least 1, got {target!r} and {window!r}")
+        if start is not None and not (isinstance(start, int) and start >= 1):
+            raise ValueError(
+                f"start must be a number of tokens, at least 1, or None for the strategy's k, got {start!r}"
+            )
         self.target = target
         self.window = window
         self.first_depth = start

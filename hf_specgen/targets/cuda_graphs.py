@@ -24,7 +24,7 @@ class GraphMemory:
     def __init__(self, stream: torch.cuda.Stream | None):
         self.stream = stream
         self.pool = None
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a hook may run a module that shares the memory in the warm-up of a capture
         self.device = torch.device("cpu") if stream is None else stream.device
         if stream is not None:
             self.pool = torch.cuda.graph_pool_handle()

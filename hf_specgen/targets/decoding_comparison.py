@@ -93,7 +93,7 @@ def compare(call: PreparedCall, exit_layer: int | None, precision: torch.dtype) 
     random_state = generator.get_state()
     with WatchedHooks(model) as hooks:
         output = _decode_plainly(call)
-    if hooks.keep_state:
+    if hooks.has_stateful_hook:
         return KEEPS_STATE
     plain = output.logits
     tokens = output.sequences[:, -STEPS:].tolist()

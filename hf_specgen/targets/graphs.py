@@ -17,8 +17,9 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -102,15 +103,35 @@ class ModuleGraphs:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a hook may call `generate` of the same module in a pass
+        self.running_thread: int | None = None
+        """The thread that runs a function, which holds `lock`."""
         self.buffers = GraphBuffers()
         self.failure: str | None = None
         self._fingerprint: int | None = None
         self._memory: GraphMemory | None = None
-        self._runs: Counter[tuple[Any, ...]] = Counter()
-        """How often a function ran eagerly, by the key of the run."""
-        self._refused: set[tuple[Any, ...]] = set()
-        """The keys of optional functions that could not be captured."""
+        self._runs_without_graph: OrderedDict[tuple[Any, ...], int] = OrderedDict()
+        """How often a function was due to run without a graph, by the key of the run; of the last `MAX_GRAPHS` keys."""
+        self._refused: OrderedDict[tuple[Any, ...], None] = OrderedDict()
+        """The keys of optional functions that could not be captured, the last `MAX_GRAPHS`."""
+
+    @property
+    def is_inside_a_run(self) -> bool:
+        """Whether this thread runs a function of the module, so that the present call is made by a hook of it.
+
+        Such a call runs eagerly: in the midst of a function, no graph is captured, replayed or dropped.
+        """
+        return self.running_thread == threading.get_ident()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """In this context this thread, and no other, runs a function of the module."""
+        with self.lock:
+            self.running_thread = threading.get_ident()
+            try:
+                yield
+            finally:
+                self.running_thread = None
 
     def drop_stale_graphs(self, module: nn.Module) -> None:
         """Forget the graphs of a module that has changed."""
@@ -122,7 +143,7 @@ class ModuleGraphs:
             self._memory = None
             self.failure = None
             self._refused.clear()
-            self._runs.clear()
+            self._runs_without_graph.clear()
             for buffers in self.buffers.sets:
                 buffers.graphs.clear()
 
@@ -141,8 +162,9 @@ class ModuleGraphs:
         its graph computes something else.
         """
         buffers = self.buffers.of_cache(run.cache)
-        self._runs[run.key] += 1
-        is_due = call.capture_now or call.mode == "graphs" or self._runs[run.key] > EAGER_PASSES
+        runs = self._runs_without_graph.pop(run.key, 0) + 1
+        _add_last(self._runs_without_graph, run.key, runs)
+        is_due = call.capture_now or call.mode == "graphs" or runs > EAGER_PASSES
         if buffers is None or self.failure is not None or not is_due or run.key in self._refused:
             return None
         # An eager run to compare the graph with, unless the function changes something: then it is captured with inputs
@@ -160,7 +182,7 @@ class ModuleGraphs:
             self._keep(graph, run, call.module, buffers)
         except Exception as error:
             if run.function.is_optional:
-                self._refused.add(run.key)
+                _add_last(self._refused, run.key, None)
                 logger.info("%s runs eagerly, as it cannot be captured: %s", type(run.function).__name__, error)
             else:
                 self.give_up(call, error)
@@ -192,9 +214,8 @@ class ModuleGraphs:
         # Passes before the first graph may have installed hooks, which are part of it: take the fingerprint again.
         if not is_captured(module):
             self._fingerprint = graph_fingerprint(module)
-        buffers.graphs[run.key] = graph
-        if len(buffers.graphs) > MAX_GRAPHS:
-            del buffers.graphs[next(iter(buffers.graphs))]
+        _add_last(buffers.graphs, run.key, graph)
+        self._runs_without_graph.pop(run.key, None)
 
     def give_up(self, call: CallGraphs, error: Exception) -> None:
         """Capture nothing of this module until it changes; with the mode "auto" a warning says why.
@@ -213,6 +234,13 @@ class ModuleGraphs:
         logger.warning("%s; it runs eagerly", self.failure)
 
 
+def _add_last(values: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
+    """Add a value for the key of a run; if there are too many, drop the one that was added first."""
+    values[key] = value
+    if len(values) > MAX_GRAPHS:
+        del values[next(iter(values))]
+
+
 @dataclass(frozen=True)
 class CallGraphs:
     """The captured functions of a module as one call uses them.
@@ -228,17 +256,20 @@ class CallGraphs:
 
     @property
     def is_active(self) -> bool:
-        """Whether nothing has failed, so that functions are captured."""
-        return self.module_graphs.failure is None
+        """Whether functions are captured: nothing has failed, and no function of the module is being run."""
+        return self.module_graphs.failure is None and not self.module_graphs.is_inside_a_run
 
     def use_static_buffers(self, cache: RaggedCache, slots: int) -> int:
         """Move the cache into static buffers with at least `slots` free slots per row.
 
-        Returns the number of slots per row; 0 if there is no memory, with "auto": then nothing is captured any more.
+        Returns the number of slots per row; 0 inside of a function of the module that runs, and if there is no memory,
+        with "auto": then nothing is captured any more.
 
         Raises:
             torch.OutOfMemoryError: with the mode "graphs", if there is no memory.
         """
+        if self.module_graphs.is_inside_a_run:
+            return 0
         with self.module_graphs.lock:
             try:
                 cache.reserve(max(cache.lengths) + slots)
@@ -265,8 +296,10 @@ class CallGraphs:
             fallback: called where there is no graph, for the value to return: runs the function eagerly on the cache
                 of the call; or does nothing and returns None, for callers that then make the passes themselves.
         """
+        if self.module_graphs.is_inside_a_run:
+            return fallback()
         run = _Run(function, inputs, cache, slots, fallback)
-        with self.module_graphs.lock:
+        with self.module_graphs.running():
             graph = self.module_graphs.find(run) or self.module_graphs.capture_if_due(run, self)
             if graph is None:
                 return fallback()
@@ -285,10 +318,20 @@ _module_graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.Wea
 
 
 def graphs_of_call(module: nn.Module, mode: Compile) -> CallGraphs:
-    """The captured functions of a module for one call; the graphs of a module that has changed are gone."""
+    """The captured functions of a module for one call; the graphs of a module that has changed are gone.
+
+    Raises:
+        ValueError: with the mode "graphs", for a call that a hook of the module makes in a pass of it.
+    """
     with _lock:
         module_graphs = _module_graphs.setdefault(module, ModuleGraphs())
-    module_graphs.drop_stale_graphs(module)
+    if not module_graphs.is_inside_a_run:
+        module_graphs.drop_stale_graphs(module)
+    elif mode == "graphs":
+        name = type(module).__name__
+        raise ValueError(
+            f'{name} is called by a hook in a pass of its own, and runs eagerly; leave compile="graphs" out'
+        )
     return CallGraphs(module, module_graphs, mode)
 
 

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -98,7 +98,7 @@ def treats_rows_alike(model: nn.Module) -> bool:
     """Whether a model has no hook, function or class of a user, which may hold something for each row."""
     packages = {*LIBRARIES, *QUANTIZERS}
     for module in model.modules():
-        is_changed = not all(map(_hands_on, changed_functions(module)))
+        is_changed = not all(map(_is_of_training_library, changed_functions(module)))
         sources = {package_of(type(module).__module__), package_of(getattr(type(module).forward, "__module__", ""))}
         if is_changed or not sources <= packages:
             return False
@@ -119,7 +119,7 @@ def _attention(model: nn.Module) -> Any:
     return registered_attention(implementation or "") or registered_attention
 
 
-def _hands_on(function: Any) -> bool:
+def _is_of_training_library(function: Any) -> bool:
     """Whether a hook or replaced `forward` is of a library whose functions do the same to all rows."""
     function = getattr(function, "func", function)  # of a partial function
     function = getattr(function, "__func__", function)  # of a bound method
@@ -145,7 +145,7 @@ def _reference(function: Any) -> Hashable:
         reference = weakref.ref(function)
         hash(reference)
     except TypeError:
-        return id(function)
+        return type(function), id(function)
     return reference
 
 
@@ -162,9 +162,9 @@ def _variables(function: Any, depth: int = 2) -> list[Any]:
         return [own_attributes(function)]
     if package_of(function.__globals__.get("__name__", "")) in LIBRARIES:
         return []
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    names = function.__code__.co_names
-    global_values = [function.__globals__[name] for name in names if name in function.__globals__]
+    # None for what is not defined yet, so that a later value moves no value of other variables.
+    cells = map(_contents, function.__closure__ or ())
+    global_values = map(function.__globals__.get, function.__code__.co_names)
     objects = [*cells, *(function.__defaults__ or ()), function.__kwdefaults__ or {}, *global_values]
     functions = [value for value in objects if hasattr(value, "__code__") or hasattr(value, "__func__")]
     for inner in functions if depth else ():
@@ -172,15 +172,16 @@ def _variables(function: Any, depth: int = 2) -> list[Any]:
     return objects
 
 
-def _is_filled(cell: Any) -> bool:
+def _contents(cell: Any) -> Any:
+    """The value of a closure variable; None if it has none."""
     try:
-        return cell.cell_contents is not None
+        return cell.cell_contents
     except ValueError:
-        return False
+        return None
 
 
 def own_attributes(instance: Any) -> dict[str, Any]:
-    """The attributes of a module, or of another object that is not this package's; not those of its class."""
+    """The instance attributes of an object, not those of its class."""
     attributes: dict[str, Any] = getattr(instance, "__dict__", {})
     return attributes
 
@@ -194,7 +195,8 @@ def plain_values(variables: Iterable[Any], limit: int | None = MAX_VALUES) -> li
         elif isinstance(variable, dict | list | tuple | set):
             elements = variable.values() if isinstance(variable, dict) else variable
             if limit is None or len(elements) <= limit:
-                values += [value if type(value) in PLAIN_TYPES else text_of(value) for value in elements]
+                plain = [value if type(value) in PLAIN_TYPES else text_of(value) for value in elements]
+                values += [frozenset(plain)] if isinstance(variable, set) else plain  # a set has no order
         elif package_of(type(variable).__module__) not in LIBRARIES:
             values += [value for value in own_attributes(variable).values() if type(value) in PLAIN_TYPES]
     return values
@@ -209,21 +211,36 @@ def values_by_variable(variables: Iterable[Any]) -> list[Hashable]:
 
 
 Place = tuple[int, ...]
+"""Indices into nested tuples, from the outside in; `~n` as the last one stands for all values from index n on."""
 
 
-def changed_places(before: Hashable, after: Hashable, place: Place = ()) -> Iterator[tuple[Place, bool]]:
-    """Where nested tuples differ, as indices from the outside in, each with whether a value has changed there.
+class Change(NamedTuple):
+    """A place where nested tuples differ."""
 
-    If not, values were added or removed, so that the values in this place cannot be compared one by one.
-    """
-    if before is not after and isinstance(before, tuple) and isinstance(after, tuple):
-        if len(before) != len(after):
-            yield place, False
-            return
-        for index, (one, other) in enumerate(zip(before, after, strict=True)):
-            yield from changed_places(one, other, (*place, index))
-    elif before is not after and before != after:  # NaN is itself, as in a comparison of tuples
-        yield place, True
+    place: Place
+    is_changed: bool  # a value; if not, values were added or removed
+    is_plain: bool  # plain values alone differ: no class, function, or number of variables
+
+
+def changes(before: Hashable, after: Hashable, place: Place = ()) -> Iterator[Change]:
+    """Where nested tuples differ. Of collections of plain values the common indices are compared one by one."""
+    if before is after:
+        return
+    if isinstance(before, tuple) and isinstance(after, tuple):
+        is_same_length = len(before) == len(after)
+        is_plain = all(type(value) in PLAIN_TYPES for value in (*before, *after))
+        if is_same_length or is_plain:
+            for index, (one, other) in enumerate(zip(before, after, strict=False)):
+                yield from changes(one, other, (*place, index))
+        if not is_same_length:
+            end = (~min(len(before), len(after)),) if is_plain else ()
+            yield Change((*place, *end), False, is_plain)
+    elif isinstance(before, frozenset) and isinstance(after, frozenset):
+        if before != after:
+            is_plain = all(type(value) in PLAIN_TYPES for value in before | after)
+            yield Change(place, not before <= after, is_plain)
+    elif before != after:  # NaN is itself, as in a comparison of tuples
+        yield Change(place, True, type(before) in PLAIN_TYPES and type(after) in PLAIN_TYPES)
 
 
 def without_places(values: Hashable, places: Iterable[Place]) -> Hashable:
@@ -233,9 +250,10 @@ def without_places(values: Hashable, places: Iterable[Place]) -> Hashable:
     inner: dict[int, list[Place]] = {}
     for index, *rest in places:
         inner.setdefault(index, []).append(tuple(rest))
+    end = min((~index for index in inner if index < 0), default=len(values))
     return tuple(
         value if index not in inner else without_places(value, inner[index])
-        for index, value in enumerate(values)
+        for index, value in enumerate(values[:end])
         if () not in inner.get(index, ())
     )
 
@@ -262,18 +280,20 @@ def package_of(module_name: str) -> str:
 class WatchedHooks:
     """In this context, a model's hooks that are not this package's, and its replaced `forward`s, are watched.
 
-    `keep_state` afterwards: whether one changed both the results of its module and plain values that it refers to, or
-    may do so in a later pass: it changed some values, and has a statement that returns a result.
+    Attributes:
+        has_stateful_hook: afterwards, whether a function was found that changed both the results of its module and
+            plain values that it refers to, or may do so in a later pass: it changed some values, and has a statement
+            that returns a result.
     """
 
     def __init__(self, model: PreTrainedModel):
-        self.keep_state = False
+        self.has_stateful_hook = False
         self._watched: list[tuple[dict[Any, Any], Any, Callable[..., Any]]] = []  # where each function is, and itself
         for module in model.modules():
             for registry in (module._forward_hooks, module._forward_pre_hooks):
                 self._watched += [(registry, number, hook) for number, hook in foreign_hooks(registry).items()]
             attributes = own_attributes(module)
-            if "forward" in attributes and not _hands_on(attributes["forward"]):  # which keeps no state
+            if "forward" in attributes and not _is_of_training_library(attributes["forward"]):  # which keeps no state
                 self._watched.append((attributes, "forward", attributes["forward"]))
 
     def __enter__(self) -> WatchedHooks:
@@ -294,9 +314,9 @@ class WatchedHooks:
             after = function_state(function)
             has_changed_results = result is not None or _versions((args, kwargs)) != versions
             # Added values are records, such as the shapes of all passes.
-            has_changed_values = any(is_changed for _, is_changed in changed_places(state, after))
+            has_changed_values = any(change.is_changed for change in changes(state, after))
             if (after != state and has_changed_results) or (has_changed_values and returns_value):
-                self.keep_state = True
+                self.has_stateful_hook = True
             return result
 
         call.__module__ = getattr(function, "__module__", None) or ""  # a user's, also for other threads

@@ -10,6 +10,8 @@ that differs is refused. A model that reads an encoder, or inputs beside text, i
 | rows | the text in rows of different lengths | if the call has several rows or padding |
 | own prompt | the prompt of the call | if the call has inputs beside text, or the model reads an encoder |
 
+The own prompt is tried once with one row and once with several, and so with padding and without.
+
 A result holds as long as `hf_specgen.targets.fingerprint.computation` of the model has the same value, and for another
 object of the same class and weights with that value; in later processes too, if `HF_SPECGEN_CACHE` names a folder.
 """
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -31,7 +33,7 @@ from hf_specgen.call import UnsupportedModelError
 from hf_specgen.targets.decoding_comparison import IN_TRAINING, STEPS, UndecidedError, find_difference
 from hf_specgen.targets.early_exit import divisible_layers
 from hf_specgen.targets.fingerprint import computation, matmul_precision, weights_sample
-from hf_specgen.targets.hooks import Place, changed_places, treats_rows_alike, without_places
+from hf_specgen.targets.hooks import Place, changes, treats_rows_alike, without_places
 from hf_specgen.targets.inputs import PreparedCall, accompanying_inputs, without_router_loss
 from hf_specgen.targets.model_parts import reads_encoder, takes_no_mask, text_config
 from hf_specgen.targets.requirements import TargetRequirements
@@ -62,42 +64,43 @@ class Problem(NamedTuple):
 
 
 class Results:
-    """The results of the trials of one model; used by one thread at a time."""
+    """The results of the trials of one model; used by one thread at a time.
+
+    A result holds for the state in which its trial ran, whatever the plain values that the trial itself has changed,
+    such as counters. These are left out for this result alone: in another state the same place has another meaning.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a forward pass may call `generate` of the same model
         self._reasons: OrderedDict[tuple[Any, ...], str | None] = OrderedDict()
-        self._changed_by_passes: set[Place] = set()
+        """By what was tried, the places that are left out, and the other values of the state."""
 
     def find(
         self, model: PreTrainedModel, state: tuple[Any, ...], key: tuple[Any, ...], trial: Callable[[], str | None]
     ) -> str | None:
         """The reason that a trial has given; it runs if it has not yet run in this state, the model's `computation`."""
-        if (*key, self._stable(state)) not in self._reasons:
-            shared = (*key, state, weights_sample(model))
-            with _lock:
-                is_shared = shared in _shared
-                reason = _shared.get(shared)
-            can_be_saved = not is_shared and treats_rows_alike(model)
-            is_saved = can_be_saved and saved_results.load(SAVED, shared) == PASSED
-            if not is_shared and not is_saved:
-                reason = trial()
-                after = computation(model)
-                # Without the place of the whole: where modules were added or removed, no value is to be left out.
-                self._changed_by_passes |= {place for place, _ in changed_places(state, after) if place}
-                if after == state:
-                    with _lock:
-                        _keep(_shared, shared, reason)
-                    if reason is None and can_be_saved:
-                        saved_results.save(SAVED, shared, PASSED)
-            _keep(self._reasons, (*key, self._stable(state)), reason)
-        return self._reasons[*key, self._stable(state)]
-
-    def _stable(self, state: tuple[Any, ...]) -> Hashable:
-        """The values but those that passes themselves have changed, such as counters."""
-        if not self._changed_by_passes:
-            return state
-        return without_places(state, self._changed_by_passes)
+        for places in {places for _, places, _ in self._reasons}:
+            known = (key, places, without_places(state, places))
+            if known in self._reasons:
+                return self._reasons[known]
+        shared = (*key, state, weights_sample(model))
+        with _lock:
+            is_shared = shared in _shared
+            reason = _shared.get(shared)
+        can_be_saved = not is_shared and treats_rows_alike(model)
+        is_saved = can_be_saved and saved_results.load(SAVED, shared) == PASSED
+        changed = frozenset[Place]()
+        if not is_shared and not is_saved:
+            reason = trial()
+            after = computation(model)
+            changed = frozenset(change.place for change in changes(state, after) if change.is_plain)
+            if after == state:
+                with _lock:
+                    _keep(_shared, shared, reason)
+                if reason is None and can_be_saved:
+                    saved_results.save(SAVED, shared, PASSED)
+        _keep(self._reasons, (key, changed, without_places(state, changed)), reason)
+        return reason
 
 
 def _keep(results: OrderedDict[tuple[Any, ...], str | None], key: tuple[Any, ...], reason: str | None) -> None:
@@ -154,12 +157,12 @@ class SelfCheck:
         """What the trials find that a call needs; None if the model passes them."""
         rows = len(call.input_ids)
         inputs = tuple(sorted(accompanying_inputs(call.model_kwargs)))
+        alike = treats_rows_alike(self._model)
+        own_prompt = Trial((inputs, rows > 1 if alike else rows, *_masks(call)), lambda: call)
         if reads_encoder(self._model):
-            masks = [name for name in ("attention_mask", "decoder_attention_mask") if name in call.model_kwargs]
-            return self._run(Trial((inputs, rows > 1, *masks), lambda: call))
+            return self._run(own_prompt)
         mask = call.model_kwargs.get("attention_mask")
         is_single = rows == 1 and (mask is None or bool(mask.all()))
-        alike = treats_rows_alike(self._model)
         problem = None if is_single else self._rows_differ(2 if alike else rows)
         if is_single or problem is not None:
             # Where rows differ: does the model itself fail, or only rows of different lengths? One that has something
@@ -168,7 +171,7 @@ class SelfCheck:
             if alone is not None and (alike or rows == 1 or isinstance(alone.cause, UnsupportedModelError | None)):
                 problem = alone
         if problem is None and inputs:
-            problem = self._run(Trial((inputs,), lambda: call))
+            problem = self._run(own_prompt)
         return problem
 
     def _short_text(self, rows: int, is_padded: bool) -> PreparedCall:
@@ -225,6 +228,12 @@ class SelfCheck:
         if self._exit_layer is not None:
             return "use another candidate generator"
         return trial.remedy
+
+
+def _masks(call: PreparedCall) -> list[tuple[str, bool]]:
+    """The names of a call's masks, each with whether it leaves something out."""
+    masks = [(name, call.model_kwargs.get(name)) for name in ("attention_mask", "decoder_attention_mask")]
+    return [(name, not bool(mask.all())) for name, mask in masks if isinstance(mask, torch.Tensor)]
 
 
 def short_text(

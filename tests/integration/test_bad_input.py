@@ -107,6 +107,9 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Schedule(by_batch={4: -1}), ValueError, "got {4: -1}"),
     (lambda: MovingWindow(target=1.0), ValueError, "must be"),
     (lambda: MovingWindow(window=0), ValueError, "must be"),
+    # Depth 0 gives no outcome to learn from: it would never draft.
+    (lambda: MovingWindow(start=0), ValueError, "at least 1, or None for the strategy's k, got 0"),
+    (lambda: MovingWindow(start="4"), ValueError, "start must be a number of tokens, at least 1, or None"),
     (lambda: TypicalVerifier(epsilon=0.0), ValueError, "must be above 0 and at most 1, got 0.0"),
     (lambda: TypicalVerifier(epsilon=1.5), ValueError, "must be above 0 and at most 1, got 1.5"),
     (lambda: TypicalVerifier(alpha=float("nan")), ValueError, "alpha must be above 0 and at most 1, got nan"),

@@ -1,6 +1,7 @@
 """Captured passes of targets and drafters, with a replay on a CPU in place of CUDA graphs, which tests/cuda has."""
 
 import gc
+import threading
 import weakref
 from functools import partial
 from typing import Any
@@ -13,7 +14,8 @@ from hf_specgen.compat import CACHE
 from hf_specgen.evaluation import workloads
 from hf_specgen.heads.base import HeadOutput
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.targets.graphs import EAGER_PASSES
+from hf_specgen.targets.cache import RaggedCache
+from hf_specgen.targets.graphs import EAGER_PASSES, MAX_GRAPHS, Capturable, graphs_of_call
 from hf_specgen.targets.passes import TEXT_WIDTH
 from hf_specgen.targets.static_buffers import CAPACITY_BLOCK
 from tests.helpers import SAMPLING, assert_same_tokens, perturbed_copy, prompts
@@ -189,6 +191,58 @@ def test_auto_without_memory_for_buffers_goes_on_eagerly(captures: list[Any], mo
     assert not captures and caplog.text.count("it runs eagerly") == 1
     with pytest.raises(torch.OutOfMemoryError):
         same_tokens(small(), prompts(2), NgramCandidates(k=3), compile="graphs")
+
+
+def test_functions_that_ran_without_a_graph_are_not_kept() -> None:
+    """Would catch: memory that grows with each sampling setting and shape for as long as the model lives."""
+    module, cache, kept = torch.nn.Linear(1, 1), RaggedCache(), []
+    graphs = graphs_of_call(module, "auto")
+    for _ in range(3 * MAX_GRAPHS):
+        function = Capturable[Any, Any]()
+        kept.append(weakref.ref(function))
+        assert graphs.run(function, (), cache, 0, fallback=lambda: 5) == 5
+    del function
+    gc.collect()
+    assert sum(one() is not None for one in kept) <= MAX_GRAPHS
+
+
+@pytest.mark.parametrize("mode", ["auto", "graphs"])
+def test_hook_that_generates_with_its_own_model_same_tokens(mode: str, captures: list[Any]) -> None:
+    """Would catch: a thread that waits for its own lock; buffers of the pass under way used by the inner call."""
+    model, inner_inputs, outcomes = small(layers=2), prompts(2), list[Any]()
+    call: Any = {"max_new_tokens": 8, "do_sample": False}
+    expected, expected_inner = (model.generate(**one, **call) for one in (prompts(1), inner_inputs))
+    busy = []
+
+    def ask(*_: Any) -> None:
+        if busy or is_capturing():
+            return
+        busy.append(True)
+        try:
+            output = model.generate(**inner_inputs, **call, candidate_generator=NgramCandidates(k=3), compile=mode)
+            outcomes.append(torch.equal(output, expected_inner))
+        except ValueError as error:
+            outcomes.append(str(error))
+        finally:
+            busy.clear()
+
+    def work() -> None:
+        output = model.generate(**prompts(1), **call, candidate_generator=NgramCandidates(k=3), compile=mode)
+        outcomes.append(torch.equal(output, expected))
+
+    model.model.layers[0].mlp.register_forward_hook(ask)
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout=120)
+    assert not thread.is_alive() and outcomes[-1] is True
+    found = set(outcomes)
+    if mode == "auto":
+        assert found == {True}
+    else:
+        refusal = (
+            'LlamaForCausalLM is called by a hook in a pass of its own, and runs eagerly; leave compile="graphs" out'
+        )
+        assert found == {True, refusal} and captures
 
 
 # EAGLE heads whose passes are captured as graphs draft what they draft otherwise

@@ -296,6 +296,103 @@ def test_self_check_hook_whose_counter_becomes_something_else_same_tokens() -> N
         assert outcome(model) == "same"
 
 
+@pytest.mark.parametrize("kind", ["hook", "module"])
+def test_self_check_sees_a_switch_where_a_counter_was(kind: str) -> None:
+    """Would catch: the place of a counter that was removed or moved, and is left out of the comparison ever after."""
+    model, steering = llama(), Steering()
+    passes, is_active = 0, False
+
+    def count(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    def steer_if_active(module: Any, inputs: Any, output: Any) -> Any:
+        return steer(first(output), is_active)
+
+    norm, layer, steering.is_active = model.model.norm, model.model.layers[0], False
+    if kind == "hook":
+        handle = layer.register_forward_hook(count)
+    else:
+        model.model.norm = torch.nn.Sequential(norm, Counting())
+        model.model.norm[1].passes = 0
+    assert [outcome(model) for _ in range(2)] == ["same", "same"]
+    if kind == "hook":
+        handle.remove()
+        layer.register_forward_hook(steer_if_active)
+    else:
+        model.model.norm = torch.nn.Sequential(norm, steering)
+    assert [outcome(model) for _ in range(2)] == ["same", "same"]
+    is_active = steering.is_active = True
+    assert outcome(model) == "refused"
+
+
+@pytest.mark.parametrize("kind", ["number", "attribute", "key", "collection", "global"])
+def test_self_check_sees_a_switch_beside_a_value_that_the_first_pass_adds(kind: str) -> None:
+    """Would catch: all variables of a hook left out of the comparison once a pass has set one that was None."""
+    model, scale = llama(), None
+    settings: dict[str, Any] = {"is_active": False}
+    options: Any = None
+
+    class Hook:
+        is_active = False
+        scale = None
+
+        def __init__(self) -> None:
+            self.is_active = False
+
+        def __call__(self, module: Any, inputs: Any, output: Any) -> Any:
+            if self.scale is None:
+                self.scale = 1.0
+            return steer(first(output), self.is_active)
+
+    def of_closure(module: Any, inputs: Any, output: Any) -> Any:
+        nonlocal scale, options
+        if kind == "number" and scale is None:
+            scale = 1.0
+        if kind == "collection" and options is None:
+            options = settings
+        if kind == "global":
+            globals().setdefault("SCALE", 1.0)
+            return steer(first(output) * SCALE, settings["is_active"])  # type: ignore[name-defined]  # noqa: F821
+        if kind == "key":
+            settings.setdefault("scale", 1.0)
+        return steer(first(output), settings["is_active"])
+
+    hook = Hook()
+    model.model.layers[0].register_forward_hook(hook if kind == "attribute" else of_closure)
+    try:
+        # Plain decoding comes first in `outcome`, and here the check.
+        model.generate(**CALL, candidate_generator=NgramCandidates(k=4))
+        assert outcome(model) == "same"
+        settings["is_active"] = hook.is_active = True
+        assert outcome(model) == "refused"
+    finally:
+        globals().pop("SCALE", None)
+
+
+@pytest.mark.parametrize("collection", [list, dict, set])
+def test_self_check_hook_that_records_is_checked_at_most_twice(collection: Any) -> None:
+    """Would catch: a trial in every call for a hook that appends to a collection in every pass."""
+    model, records, passes = llama(), collection(), Counting()
+
+    def record(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        passes.passes += 1
+        if collection is list:
+            records.append(output.shape[1])
+        elif collection is dict:
+            records[len(records)] = output.shape[1]
+        else:
+            records.add(output.shape[1])
+
+    model.model.embed_tokens.register_forward_hook(record)
+    counts = []
+    for _ in range(4):
+        before = passes.passes
+        model.generate(**CALL, candidate_generator=NgramCandidates(k=4, policy=FixedDepth()))
+        counts.append(passes.passes - before)
+    assert max(counts[2:]) <= CALL["max_new_tokens"], counts
+
+
 @pytest.mark.parametrize("position", [3, 7, 20])
 def test_self_check_hook_of_long_passes_is_refused(position: int) -> None:
     """Activation patching at a position of the prompt: would catch draft tokens that are patched in its place."""

@@ -150,9 +150,16 @@ class CountsPasses(LlamaForCausalLM):
 
     passes = 0
 
-    def forward(self, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        images: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         CountsPasses.passes += 1
-        return super().forward(input_ids, position_ids=position_ids, **kwargs)
+        return super().forward(input_ids, attention_mask, position_ids, **kwargs)
 
 
 def test_another_object_of_the_same_weights_is_not_tried_again() -> None:
@@ -168,6 +175,56 @@ def test_another_object_of_the_same_weights_is_not_tried_again() -> None:
         one.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=1, do_sample=False, candidate_generator=strategy)
         counts.append(CountsPasses.passes)
     assert counts == [10, 1, 10]  # a class of a user is tried in a pass as long as a draft too
+
+
+class WithImages(LlamaForCausalLM):
+    """Reads an input beside the text, and with several rows of it computes something else for drafts."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        images: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().forward(input_ids, attention_mask, position_ids, **kwargs)
+        is_draft = 1 < input_ids.shape[1] < kwargs[compat.CACHE].get_seq_length()
+        if is_draft and images is not None and len(images) > 1:
+            output.logits = output.logits.roll(1, dims=-1)
+        return output
+
+    def prepare_inputs_for_generation(self, *args: Any, images: Any = None, **kwargs: Any) -> Any:
+        return {**super().prepare_inputs_for_generation(*args, **kwargs), "images": images}
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_images_in_several_rows_are_tried_after_images_in_one(is_padded: bool) -> None:
+    """Would catch: the trial of images in one row believed for several ones, of which it shows nothing."""
+    model = WithImages(llama(initializer_range=0.2).config).eval()
+    assert_same_tokens(model, {**prompts(1), "images": torch.zeros(1, 3)}, NgramCandidates(k=3), max_new_tokens=6)
+    inputs = prompts(4)
+    if not is_padded:
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    with pytest.raises(ValueError, match="cannot verify draft tokens with images"):
+        model.generate(**inputs, images=torch.zeros(4, 3), max_new_tokens=6, candidate_generator=NgramCandidates(k=3))
+
+
+def test_padded_images_are_tried_after_images_without_padding() -> None:
+    """Would catch: the trial of an unpadded row believed for a padded one."""
+    tried = CountsPasses(llama().config).eval()
+    counts = []
+    kinds = [(1, 0), (1, 2), (3, 0), (3, 2)]
+    for rows, padding in [*kinds, *kinds]:
+        ids = torch.randint(5, 90, (rows, 8))
+        mask = torch.ones_like(ids)
+        mask[0, :padding] = 0
+        CountsPasses.passes = 0
+        strategy = NgramCandidates(k=3, policy=FixedDepth())
+        call = {"input_ids": ids, "attention_mask": mask, "images": torch.zeros(rows, 3), "max_new_tokens": 1}
+        tried.generate(**call, do_sample=False, candidate_generator=strategy)
+        counts.append(CountsPasses.passes)
+    assert min(counts[:4]) > 1 and counts[4:] == [1] * 4, "each combination is tried once"
 
 
 def test_autocast_is_rounded_as_half_precision_and_refuses_no_later_call() -> None:
