@@ -9,7 +9,7 @@ how deep they draft, the shared session drafts for all of them at once:
 
 The shared session is any session of the strategy. It reads the rows through the interfaces of a `DraftBatch`:
 `SharedRowState`, `SharedTargets` and `SharedSampling` here give it what the batch of each call has. Calls join it
-when they first plan a step, and leave it when they end.
+when they first plan a draft, and leave it when they end: no drafter reads the prompt of a call that drafts nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class SharedDraft:
         self._row_state: SharedRowState
         self._policy: PolicySession
         self.rows: list[RowSession] = []  # of the calls that take part
-        self.planned: dict[RowSession, int] = {}  # how deep calls draft next; those that are not in `rows` join then
+        # The maximum depth of the next draft of each call; a call that is not in `rows` becomes a row then.
+        self.planned: dict[RowSession, int] = {}
         # Of the last draft, if one was requested: its time, and the tokens of each pass.
         self.seconds = 0.0
         self.tokens_per_pass: Sequence[int] = ()
@@ -74,7 +75,8 @@ class SharedDraft:
         if not session.rows_can_change:
             return session
         session.end()
-        return RowSession(batch, self)
+        layers = self._strategy.target_requirements(batch.model).aux_hidden_state_layers
+        return RowSession(batch, self, layers)
 
     def draft(self) -> None:
         """Pass the outcomes of the last step on to the shared session, then draft for all calls that have planned."""
@@ -94,8 +96,8 @@ class SharedDraft:
             size = len(parents)
             probability = None if tree.probability is None else (tree.probability[index][:size],)
             row.tree = DraftTree.from_nodes([(tokens[:size], parents)], probability)
-            row.tokens_per_pass = session.tokens_per_pass
-            row.has_joined = True
+            row.tokens_per_pass = session.tokens_per_pass if depths[index] else ()
+            row.join()
         if any(depths):  # else the draft is empty, and its time is not counted
             self.seconds = perf_counter() - begin
             self.tokens_per_pass = session.passes_of(tree)
@@ -149,23 +151,43 @@ class SharedDraft:
 
 
 class RowSession(DraftSession):
-    """The session of one call, whose batch has one row: a row of a shared session."""
+    """The session of one call, whose batch has one row: a row of a shared session, from its first draft on.
 
-    def __init__(self, batch: DraftBatch, shared: SharedDraft):
+    `layers` are those whose hidden states the strategy reads.
+    """
+
+    def __init__(self, batch: DraftBatch, shared: SharedDraft, layers: Sequence[int]):
         super().__init__(batch)
+        self.tokens_per_pass: Sequence[int] = ()
         self._shared = shared
+        # By layer the states of the steps before the call joins.
+        self._earlier_states: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
         self.tree = DraftTree.empty(1)
         self.result: VerificationResult | None = None  # of the last step, until `SharedDraft.draft` passes it on
         self.is_active = True  # whether the call has not ended
         self.has_joined = False  # whether the call is a row of the shared session, which has drafted since
 
-    @property
-    def has_new_states(self) -> bool:
-        """Whether the target has states that the shared session has not received: of the prompt or the last step."""
-        return not self.has_joined or self.result is not None
+    def new_states(self, aux_layers: Sequence[int]) -> torch.Tensor:
+        """The states of some layers that the shared session has not received: of the prompt and steps, or of none."""
+        [states] = self.batch.committed_states(aux_layers)
+        if self.has_joined:
+            return states if self.result is not None else states[:0]
+        by_layer = [self._earlier_states[layer] for layer in aux_layers]
+        earlier = [torch.cat(states_of_step, dim=-1) for states_of_step in zip(*by_layer, strict=True)]
+        return torch.cat([*earlier, states])
 
     def plan(self, max_depths: Sequence[int]) -> None:
-        self._shared.planned[self] = max_depths[0]
+        """Receive the depth of the next draft; until the first one, keep the hidden states of every step."""
+        if self.has_joined or max_depths[0]:
+            self._shared.planned[self] = max_depths[0]
+        else:
+            for layer, states in self._earlier_states.items():
+                states += self.batch.committed_states([layer])
+
+    def join(self) -> None:
+        """The call is a row of the shared session now, which has its states."""
+        self.has_joined = True
+        self._earlier_states = {}
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         """The tree that `SharedDraft.draft` has made for this call, at the planned depth.
@@ -243,12 +265,8 @@ class SharedTargets:
         return torch.cat([row.batch.last_states(aux_layers) for row in self._rows])
 
     def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:
-        """The new states of each call, see `RowSession`; none of a call that took no part in the step."""
-        committed = []
-        for row in self._rows:
-            [states] = row.batch.committed_states(aux_layers)
-            committed.append(states if row.has_new_states else states[:0])
-        return committed
+        """The new states of each call; none of a call that took no part in the step."""
+        return [row.new_states(aux_layers) for row in self._rows]
 
 
 class SharedSampling:

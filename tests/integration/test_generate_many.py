@@ -25,8 +25,10 @@ from hf_specgen import (
     Schedule,
     generate_many,
 )
+from hf_specgen.batching.shared_draft import SharedRowState
+from hf_specgen.call import Call
 from hf_specgen.compat import CACHE
-from hf_specgen.depth import CostCurve, LatencyModel
+from hf_specgen.depth import CostCurve, LatencyModel, Policy, PolicySession
 from tests.helpers import fresh_model, shared_draft, tiny_model
 from tests.helpers.batching import GPU_LIKE, HEADS
 from tests.helpers.models import stateful_model
@@ -232,6 +234,51 @@ class RepeatedTokensSession(DraftSession):
 
     def end(self) -> None:
         self.ends += 1
+
+
+class PlainBeginnings(Policy):
+    """Drafts three tokens once a text is long enough; nothing for prompts of an odd length."""
+
+    def start(self, call: Call) -> PolicySession:
+        return PlainBeginning(call)
+
+
+class PlainBeginning(PolicySession):
+    """The session of `PlainBeginnings`."""
+
+    def __init__(self, call: Call):
+        self._call = call
+
+    def depths(self, limits: Sequence[int]) -> list[int]:
+        may_draft = len(self._call.state.prompts[0]) % 2 == 0 and len(self._call.state.generated[0]) > 3
+        return [min(3, limit) if may_draft else 0 for limit in limits]
+
+
+@pytest.mark.parametrize("name", ["eagle trees", "draft model", "dspark and n-grams", "medusa"])
+def test_call_joins_a_shared_drafter_when_it_first_drafts(
+    reference_model: Any, answered: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: the prompt of a call without drafts in the drafter, states of steps before a draft that it lacks."""
+    prompts, _ = answered
+    prompts = [prompt[len(prompt) % 2 :] for prompt in prompts]
+    prompts.append(prompts[0][1:])
+    arguments = {"policy": PlainBeginnings(), "do_sample": False, "max_new_tokens": 16, "memory": False}
+    expected, accepted = list[list[int]](), 0
+    for prompt in prompts:
+        strategy = HEADS[name]()
+        expected += alone(reference_model, [prompt], **arguments, candidate_generator=strategy)
+        accepted += strategy.speculation.accepted
+    joined, rows = set[int](), SharedRowState.set_rows
+
+    def record(self: Any, new: Any) -> None:
+        joined.update(len(row.batch.state.prompts[0]) for row in new)
+        rows(self, new)
+
+    monkeypatch.setattr(SharedRowState, "set_rows", record)
+    strategy = HEADS[name]()
+    assert many(reference_model, prompts, strategy, max_rows=5, **arguments) == expected
+    assert joined == {len(prompt) for prompt in prompts[:-1]}
+    assert strategy.speculation.accepted >= 0.9 * accepted > 0
 
 
 def test_every_session_that_a_strategy_begins_ends_once() -> None:
