@@ -22,7 +22,7 @@ from typing import cast
 
 import torch
 
-from hf_specgen.candidates.base import Candidates, DraftSession, StartSession, checked_draft
+from hf_specgen.candidates.base import Candidates, DraftSession, StartSession, WrappedSession, checked_draft
 from hf_specgen.candidates.combined import CombinedCandidates
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.depth import FixedDepth, PolicySession
@@ -52,8 +52,10 @@ def batched(candidates: Candidates) -> tuple[StartSession, list[SharedDraft]]:
 class SharedDraft:
     """Drafts for several calls together, as rows of one session of a strategy.
 
-    If rows cannot join and leave such a session, each call gets a session of its own.
+    If rows cannot join and leave such a session, each call gets a session of its own, whose passes are counted here.
     """
+
+    rows_can_change = False  # whether calls share a session; known once one has started
 
     def __init__(self, strategy: Candidates):
         self._strategy = strategy
@@ -63,26 +65,32 @@ class SharedDraft:
         self.rows: list[RowSession] = []  # of the calls that take part
         # The maximum depth of the next draft of each call; a call that is not in `rows` becomes a row then.
         self.planned: dict[RowSession, int] = {}
-        # Of the last draft, if one was requested: its time, and the tokens of each pass.
+        # Of the last draft, if one was requested: its time if it is shared, and the tokens of each pass of all calls.
         self.seconds = 0.0
-        self.tokens_per_pass: Sequence[int] = ()
+        self.tokens_per_pass: list[int] = []
 
     def start(self, batch: DraftBatch) -> DraftSession:
         """The session of a call; used in place of `Candidates.start`."""
         # Whether rows can change is known once a session has begun. If they can, this session ends without a draft.
         session = self._strategy.start(batch)
-        batch.call.state.drafts_together = session.rows_can_change
+        self.rows_can_change = session.rows_can_change
         if not session.rows_can_change:
-            return session
+            return WrappedSession(session, partial(self._counted, session))
         session.end()
         layers = self._strategy.target_requirements(batch.model).aux_hidden_state_layers
         return RowSession(batch, self, layers)
+
+    def _counted(self, session: DraftSession, tree: DraftTree, max_depths: Sequence[int]) -> DraftTree:
+        """The draft of a call with a session of its own, whose passes are added to those of the other calls."""
+        if any(max_depths):
+            self.tokens_per_pass += session.passes_of(tree)
+        return tree
 
     def draft(self) -> None:
         """Pass the outcomes of the last step on to the shared session, then draft for all calls that have planned."""
         self._observe()
         self.seconds = 0.0
-        self.tokens_per_pass = ()
+        self.tokens_per_pass = []
         if not self.planned:
             return
         begin = perf_counter()
@@ -100,7 +108,7 @@ class SharedDraft:
             row.join()
         if any(depths):  # else the draft is empty, and its time is not counted
             self.seconds = perf_counter() - begin
-            self.tokens_per_pass = session.passes_of(tree)
+            self.tokens_per_pass = list(session.passes_of(tree))
 
     def _with_planned_rows(self) -> DraftSession:
         """The shared session, after its rows are updated: calls that have ended leave, new calls with a plan join."""

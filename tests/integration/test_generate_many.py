@@ -26,11 +26,14 @@ from hf_specgen import (
     generate_many,
 )
 from hf_specgen.batching.shared_draft import SharedRowState
+from hf_specgen.batching.shared_steps import SharedSteps
 from hf_specgen.call import Call
 from hf_specgen.compat import CACHE
 from hf_specgen.depth import CostCurve, LatencyModel, Policy, PolicySession
+from hf_specgen.settings import Settings
 from tests.helpers import fresh_model, shared_draft, tiny_model
 from tests.helpers.batching import GPU_LIKE, HEADS
+from tests.helpers.calls import make_batch, make_state, with_sessions
 from tests.helpers.models import stateful_model
 from tests.helpers.processors import RecordingStreamer
 
@@ -279,6 +282,34 @@ def test_call_joins_a_shared_drafter_when_it_first_drafts(
     assert many(reference_model, prompts, strategy, max_rows=5, **arguments) == expected
     assert joined == {len(prompt) for prompt in prompts[:-1]}
     assert strategy.speculation.accepted >= 0.9 * accepted > 0
+
+
+class OwnSessions(RepeatedTokens):
+    """As `RepeatedTokens`, in a session for each call."""
+
+    def start(self, batch: DraftBatch) -> DraftSession:
+        session = super().start(batch)
+        session.rows_can_change = False
+        return session
+
+
+@pytest.mark.parametrize("shared_is_last", [False, True])
+def test_passes_of_shared_and_own_sessions_are_both_counted(shared_is_last: bool) -> None:
+    """Would catch: passes without a cost where another drafter has rows, latencies by the last of several drafters."""
+    model, prompts = tiny_model("llama"), some_prompts(3)
+    members: list[Candidates] = [OwnSessions(), RepeatedTokens()]
+    for member, passes in zip(members, [(5,), (7, 7)], strict=True):
+        with_sessions(member, lambda session, passes=passes: setattr(session, "tokens_per_pass", passes))
+    strategy = CombinedCandidates(members[:: 1 if shared_is_last else -1], tree=4, policy=FixedDepth(2))
+    answers = many(model, prompts, strategy, max_rows=3, **GREEDY)
+    assert answers == alone(model, prompts, **GREEDY)
+    for step in strategy.speculation.batch_steps:
+        drafting = sum(depth > 0 for depth in step.requested)
+        assert sorted(step.tokens_per_pass) == [5] * drafting + [7, 7] * bool(drafting)
+    assert any(sum(depth > 0 for depth in step.requested) > 1 for step in strategy.speculation.batch_steps)
+    batch = make_batch(make_state([[1, 2]]), model=model)
+    SharedSteps(Settings.parse(strategy)).settings.start(batch).end()
+    assert batch.call.state.drafts_together is False
 
 
 def test_every_session_that_a_strategy_begins_ends_once() -> None:
