@@ -29,6 +29,7 @@ from hf_specgen.batching.shared_draft import SharedRowState
 from hf_specgen.batching.shared_steps import SharedSteps
 from hf_specgen.call import Call
 from hf_specgen.compat import CACHE
+from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth import CostCurve, LatencyModel, Policy, PolicySession
 from hf_specgen.settings import Settings
 from tests.helpers import fresh_model, shared_draft, tiny_model
@@ -329,6 +330,40 @@ def test_failing_prompt_is_named_after_the_prompts_before_it_are_answered(ordere
         for completion in generate_many(model, prompts, NgramCandidates(), **arguments):
             answered.append(completion.index)
     assert sorted(answered) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("max_rows", [1, 3, 5])
+@pytest.mark.parametrize("kind", ["n-grams", "shared drafter", "one by one"])
+def test_error_in_a_step_of_a_prompt_loses_no_other_row(
+    kind: str, max_rows: int, ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: rows in work that are lost by the verification of another, or that continue in its slots."""
+    model, prompts, answers, end_step = (
+        tiny_model("llama"),
+        some_prompts(7),
+        dict[int, list[int]](),
+        DecodingLoop.end_step,
+    )
+    arguments = {**GREEDY, "eos_token_id": None, "stopping_criteria": [AfterSix()] if kind == "one by one" else []}
+    expected = alone(model, prompts, **arguments)
+
+    def fail(loop: Any, tree: Any, logits: Any) -> None:
+        """Prompt 4 fails before prompt 3, and before its step has changed anything."""
+        number = prompts.index(loop.state.prompts[0])
+        if number == 4:
+            raise RuntimeError("a failing step")
+        end_step(loop, tree, logits)
+        if number == 3 and len(loop.state.generated[0]) > 3:
+            raise RuntimeError("a failing step")
+
+    monkeypatch.setattr(DecodingLoop, "end_step", fail)
+    strategy = STRATEGIES["draft trees" if kind == "shared drafter" else "ngram"](model)
+    with pytest.raises(RuntimeError, match=r"^prompt 3: a failing step$"):
+        for completion in generate_many(model, prompts, strategy, max_rows=max_rows, ordered=ordered, **arguments):
+            answers[completion.index] = completion.tokens
+    assert {0, 1, 2} <= set(answers) and not answers.keys() & {3, 4}
+    assert all(tokens == expected[index] for index, tokens in answers.items())
 
 
 def test_prompt_of_an_iterator_without_a_seed_is_named_after_the_others_are_answered() -> None:
