@@ -166,7 +166,7 @@ class RowSession(DraftSession):
 
     def __init__(self, batch: DraftBatch, shared: SharedDraft, layers: Sequence[int]):
         super().__init__(batch)
-        self.tokens_per_pass: Sequence[int] = ()
+        self.tokens_per_pass = ()
         self._shared = shared
         # By layer the states of the steps before the call joins.
         self._earlier_states: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}

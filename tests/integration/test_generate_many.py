@@ -7,6 +7,7 @@ import peft
 import pytest
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
 
 import hf_specgen
 from hf_specgen import (
@@ -25,11 +26,9 @@ from hf_specgen import (
     Schedule,
     generate_many,
 )
-from hf_specgen.batching.shared_draft import SharedRowState
 from hf_specgen.batching.shared_steps import SharedSteps
 from hf_specgen.call import Call
 from hf_specgen.compat import CACHE
-from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth import CostCurve, LatencyModel, Policy, PolicySession
 from hf_specgen.settings import Settings
 from tests.helpers import fresh_model, shared_draft, tiny_model
@@ -259,9 +258,7 @@ class PlainBeginning(PolicySession):
 
 
 @pytest.mark.parametrize("name", ["eagle trees", "draft model", "dspark and n-grams", "medusa"])
-def test_call_joins_a_shared_drafter_when_it_first_drafts(
-    reference_model: Any, answered: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_call_joins_a_shared_drafter_when_it_first_drafts(reference_model: Any, answered: Any, name: str) -> None:
     """Would catch: the prompt of a call without drafts in the drafter, states of steps before a draft that it lacks."""
     prompts, _ = answered
     prompts = [prompt[len(prompt) % 2 :] for prompt in prompts]
@@ -272,14 +269,13 @@ def test_call_joins_a_shared_drafter_when_it_first_drafts(
         strategy = HEADS[name]()
         expected += alone(reference_model, [prompt], **arguments, candidate_generator=strategy)
         accepted += strategy.speculation.accepted
-    joined, rows = set[int](), SharedRowState.set_rows
+    joined, strategy = set[int](), HEADS[name]()
 
-    def record(self: Any, new: Any) -> None:
-        joined.update(len(row.batch.state.prompts[0]) for row in new)
-        rows(self, new)
+    def record(session: Any) -> None:
+        draft = session.draft
+        session.draft = lambda depths: (joined.update(map(len, session.batch.state.prompts)), draft(depths))[1]
 
-    monkeypatch.setattr(SharedRowState, "set_rows", record)
-    strategy = HEADS[name]()
+    with_sessions(getattr(strategy, "strategies", [strategy])[-1], record)
     assert many(reference_model, prompts, strategy, max_rows=5, **arguments) == expected
     assert joined == {len(prompt) for prompt in prompts[:-1]}
     assert strategy.speculation.accepted >= 0.9 * accepted > 0
@@ -332,35 +328,38 @@ def test_failing_prompt_is_named_after_the_prompts_before_it_are_answered(ordere
     assert sorted(answered) == [0, 1, 2]
 
 
+class Failing(BaseStreamer):
+    """Raises when it receives the prompt or token of this number; None: never."""
+
+    def __init__(self, number: int | None):
+        self._number = number
+        self._received = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self._received += 1
+        if self._received == self._number:
+            raise RuntimeError("a failing step")
+
+    def end(self) -> None:
+        pass
+
+
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("max_rows", [1, 3, 5])
 @pytest.mark.parametrize("kind", ["n-grams", "shared drafter", "one by one"])
-def test_error_in_a_step_of_a_prompt_loses_no_other_row(
-    kind: str, max_rows: int, ordered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_in_a_step_of_a_prompt_loses_no_other_row(kind: str, max_rows: int, ordered: bool) -> None:
     """Would catch: rows in work that are lost by the verification of another, or that continue in its slots."""
-    model, prompts, answers, end_step = (
-        tiny_model("llama"),
-        some_prompts(7),
-        dict[int, list[int]](),
-        DecodingLoop.end_step,
-    )
+    model, prompts, answers = tiny_model("llama"), some_prompts(7), dict[int, list[int]]()
     arguments = {**GREEDY, "eos_token_id": None, "stopping_criteria": [AfterSix()] if kind == "one by one" else []}
     expected = alone(model, prompts, **arguments)
-
-    def fail(loop: Any, tree: Any, logits: Any) -> None:
-        """Prompt 4 fails before prompt 3, and before its step has changed anything."""
-        number = prompts.index(loop.state.prompts[0])
-        if number == 4:
-            raise RuntimeError("a failing step")
-        end_step(loop, tree, logits)
-        if number == 3 and len(loop.state.generated[0]) > 3:
-            raise RuntimeError("a failing step")
-
-    monkeypatch.setattr(DecodingLoop, "end_step", fail)
+    arguments |= {
+        "max_rows": max_rows,
+        "ordered": ordered,
+        "streamer": lambda number: Failing({4: 3, 3: 5}.get(number)),
+    }
     strategy = STRATEGIES["draft trees" if kind == "shared drafter" else "ngram"](model)
     with pytest.raises(RuntimeError, match=r"^prompt 3: a failing step$"):
-        for completion in generate_many(model, prompts, strategy, max_rows=max_rows, ordered=ordered, **arguments):
+        for completion in generate_many(model, prompts, strategy, **arguments):
             answers[completion.index] = completion.tokens
     assert {0, 1, 2} <= set(answers) and not answers.keys() & {3, 4}
     assert all(tokens == expected[index] for index, tokens in answers.items())
