@@ -17,21 +17,19 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
+from math import inf
 from numbers import Integral
 from time import perf_counter
 from typing import Any, cast
 
-import numpy as np
 import torch
 from tqdm.auto import tqdm
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
-from hf_specgen.batching.shared_steps import SharedSteps
+from hf_specgen.batching.shared_steps import SharedSteps, cut_to_fastest_size
 from hf_specgen.call_statistics import Statistics, StepRecord
 from hf_specgen.decoding import DecodingLoop
-from hf_specgen.depth.latency import StepLatency, fastest_count
 from hf_specgen.generate import Speculation, report
 from hf_specgen.settings import Settings, settings_in
 from hf_specgen.targets.fingerprint import computation
@@ -97,7 +95,7 @@ def generate_many(
         ValueError, TypeError: at once for `max_rows` below 1, a seed that is no integer, a verification mode other than
             "exact", and settings that are not valid. After the prompts before it were answered, for a prompt without a
             seed, several sequences per prompt, and what `generate(candidate_generator=…)` refuses; the message begins
-            with the index of the prompt.
+            with the index of the prompt, as that of any error in one of its steps.
 
     Example:
         >>> from transformers import AutoModelForCausalLM
@@ -138,22 +136,6 @@ def _checked_settings(candidate_generator: Any, arguments: dict[str, Any]) -> Se
     if not isinstance(settings.verifier, CoupledVerifier) or settings.monitor is not None or settings.compile:
         raise ValueError("generate_many verifies exactly, without monitor and graphs; leave these settings out")
     return settings
-
-
-def _cut_to_fastest_size(trees: list[DraftTree], latency: StepLatency | None) -> list[DraftTree]:
-    """The trees, each cut to the same largest number of nodes: that with the most expected tokens per second.
-
-    The pass computes as many tokens for every row as the largest draft has. Without the cut n-grams have 0.94 of the
-    projected speed.
-    """
-    if latency is None or not all(tree.probability for tree in trees if tree.nodes):
-        return trees
-    rows = len(trees)
-    probabilities = [tree.probability[0] for tree in trees if tree.probability]
-    gains = [sum(by_row) for by_row in zip_longest(*probabilities, fillvalue=0.0)]  # the sum over rows for node 0, 1, …
-    seconds = np.array([latency.target.seconds_of(rows * (1 + nodes)) for nodes in range(1 + len(gains))])
-    nodes = fastest_count(gains, rows, seconds)
-    return [tree.first_nodes(nodes) for tree in trees]
 
 
 def _in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
@@ -271,7 +253,8 @@ class _Batch:
         self._calls: list[_PromptCall] = []  # that have not ended, the latest one last
         self._rows: list[_PromptCall] = []  # by row of the common target, calls that ended in the last step included
         self._target: RowTarget
-        self._failure: Exception | None = None  # of a prompt, to be raised once the prompts before it are answered
+        # By index of the prompt, the last one as `inf`: the first is raised once the prompts in work are answered.
+        self._failures: dict[float, Exception] = {}
 
     def run(self, calls: Iterator[_PromptCall], max_rows: int) -> Iterator[Completion]:
         """Complete all calls, of which `max_rows` are processed at a time."""
@@ -282,13 +265,13 @@ class _Batch:
                     self._exchange_rows()
                     self._step()
                 for row, call in enumerate(self._rows):
-                    if call.loop.state.all_stopped:
+                    if call in self._calls and call.loop.state.all_stopped:
                         if call.loop.outputs.shows_padding:  # the output may have a cache, of this row alone
                             call.target.leave(self._target, row)
                         yield self._completed(call)
                 yield from self._admit(calls, max_rows)
-            if self._failure is not None:
-                raise self._failure
+            if self._failures:
+                raise self._failures[min(self._failures)]
         finally:
             for call in self._calls:
                 call.stack.close()
@@ -296,23 +279,23 @@ class _Batch:
             report(self._candidates, self.statistics)
 
     def _admit(self, calls: Iterator[_PromptCall], max_rows: int) -> Iterator[Completion]:
-        """Prefill waiting prompts until `max_rows` calls run; stops at a prompt that fails.
+        """Prefill waiting prompts until `max_rows` calls run; stops once a prompt has failed.
 
         Yields calls that completed meanwhile: those that share no passes, and those that ended with their first token.
         """
-        while self._failure is None and len(self._calls) < max_rows:
+        while not self._failures and len(self._calls) < max_rows:
             try:
                 call = next(calls, None)
             except Exception as error:
-                self._failure = error
+                self._failures[inf] = error
                 break
             if call is None:
                 break
             self._calls.append(call)
             if not call.is_joinable:  # it shares no passes
-                with _errors_with_index(call.index), self._decoding():
+                with self._failing_alone(call), self._decoding():
                     call.loop.decode()
-            if call.loop.state.all_stopped:
+            if call in self._calls and call.loop.state.all_stopped:
                 yield self._completed(call)
 
     def _exchange_rows(self) -> None:
@@ -331,22 +314,40 @@ class _Batch:
         self._rows = list(self._calls)
 
     def _step(self) -> None:
-        """One step of all rows: draft, one pass of the common target, verification by each call."""
+        """One step of all rows: draft, one pass of the common target, verification by each call.
+
+        A call whose verification fails is removed; its row leaves before the next step.
+        """
         loops = [call.loop for call in self._calls]
         self.shared.begin(loops, len(loops))
         drafts = self.shared.draft(loops, [True] * len(loops))
-        trees = _cut_to_fastest_size(drafts, self.shared.latency)
+        trees = cut_to_fastest_size(drafts, self.shared.latency)
         begin = perf_counter()
         trees, logits = self._forward(loops, trees)
         seconds = perf_counter() - begin
         for row, (loop, tree) in enumerate(zip(loops, trees, strict=True)):
             loop.timer.add("forward", seconds)  # each call waits for the whole pass
-            self._calls[row].target.take_states(self._target, row, 1 + tree.nodes)
-            with _errors_with_index(self._calls[row].index):
+            self._rows[row].target.take_states(self._target, row, 1 + tree.nodes)
+            with self._failing_alone(self._rows[row]):
                 loop.end_step(tree, logits[row : row + 1, : 1 + tree.nodes])
         # The paths that the rows have accepted are known: keep them in the common cache.
-        self._target.commit_rows([call.target for call in self._calls])
-        self._count(loops, logits.shape[1])
+        for call in self._rows:
+            if call not in self._calls:  # it has failed
+                call.target.path = ()
+        self._target.commit_rows([call.target for call in self._rows])
+        if self._calls:
+            self._count([call.loop for call in self._calls], logits.shape[1])
+
+    @contextmanager
+    def _failing_alone(self, call: _PromptCall) -> Iterator[None]:
+        """A context whose error is kept, with the index of the prompt; the call is removed, and its sessions end."""
+        try:
+            with _errors_with_index(call.index):
+                yield
+        except Exception as error:
+            self._failures[call.index] = error
+            self._calls.remove(call)
+            call.stack.close()
 
     def _forward(self, loops: list[DecodingLoop], trees: list[DraftTree]) -> tuple[list[DraftTree], torch.Tensor]:
         """Drafts and their logits `[rows, 1 + nodes, vocab]`, by one pass of all rows.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -19,6 +19,7 @@ from hf_specgen import compat
 from hf_specgen.batching import transformers_batching
 from hf_specgen.call import Call, GenerationState
 from hf_specgen.call_statistics import Statistics
+from hf_specgen.candidates.base import DraftSession
 from hf_specgen.decoding import DecodingSteps
 from hf_specgen.settings import Settings
 from hf_specgen.targets.hidden_states import StepStates
@@ -77,8 +78,8 @@ class PackedTarget:
         """
         if not states:
             return
-        has_prompt = any(self._step_states.kept)  # the prefill was committed
-        if not has_prompt:
+        is_prefilled = any(self._step_states.kept)  # whether the prefill was committed
+        if not is_prefilled:
             # A chunk of the prompt. Layer -1, the input of the output matrix, may have fewer tokens than others: those
             # with logits. All layers are cut to these.
             self._prompt_states.append(_last_states(states, min(layer.shape[1] for layer in states)))
@@ -124,8 +125,20 @@ class RequestOutputs:
         self._state.stopped[0] = self._state.has_ended(0)
 
 
+class NoDrafts(DraftSession):
+    """The session of a request that the strategy refuses."""
+
+    tokens_per_pass = ()
+
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        return DraftTree.empty(len(max_depths))
+
+
 class Request:
-    """A request, Transformers' `RequestState`: the steps of its call, and `tree`, its draft in the present step."""
+    """A request, Transformers' `RequestState`: the steps of its call, and `tree`, its draft in the present step.
+
+    If the strategy refuses the request with a `ValueError`, it is decoded without drafts; `refusal` is then the reason.
+    """
 
     def __init__(self, state: Any, context: RequestContext):
         prompt = transformers_batching.prompt_length(state)
@@ -147,9 +160,19 @@ class Request:
             settings=settings,
             seed=(context.seed + transformers_batching.request_number(state)) % 2**63,
         )
-        self._stack = ExitStack()
-        make_outputs = lambda processors: RequestOutputs(generation)  # noqa: E731
-        self.steps = DecodingSteps(call, self.target, settings, make_outputs, self._stack)
+        self.refusal = ""
+        try:
+            self._begin(call, settings)
+        except ValueError as error:
+            self.refusal = str(error)
+            self._begin(call, replace(settings, start=NoDrafts))
+
+    def _begin(self, call: Call, settings: Settings) -> None:
+        """Start the sessions; after an exception, those that were started before it have ended."""
+        with ExitStack() as stack:
+            make_outputs = lambda processors: RequestOutputs(call.state)  # noqa: E731
+            self.steps = DecodingSteps(call, self.target, settings, make_outputs, stack)
+            self._stack = stack.pop_all()
 
     @property
     def generated(self) -> list[int]:

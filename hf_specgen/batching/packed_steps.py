@@ -25,6 +25,8 @@ Management for Large Language Model Serving with PagedAttention" (2023), for the
 
 from __future__ import annotations
 
+import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +48,8 @@ from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.row_layout import UNLIMITED
 from hf_specgen.targets.support import position_table
 from hf_specgen.tree import DraftTree
+
+logger = logging.getLogger("hf_specgen")
 
 Moves = dict[str, tuple[list[int], list[int]]]
 """By layer type (full or sliding attention), the slots to copy from, and the slots to copy to."""
@@ -82,6 +86,7 @@ class PackedSteps:
             verifies_chains_only=processor.inputs_and_outputs.attention_mask is None,
         )
         self._requests: dict[str, Request] = {}
+        self._refusals = set[str]()  # why requests are decoded without drafts, without the numbers
         # Of the present step:
         self._step: list[tuple[Any, Request]] = []  # the requests in it, each after its `FutureRequestState`
         self._num_decoding = 0  # requests that decode; the others are in their prefill
@@ -129,7 +134,10 @@ class PackedSteps:
             self._finished(self._requests.pop(name).end())
         for future in scheduled:
             if future.state.request_id not in self._requests:
-                self._requests[future.state.request_id] = Request(future.state, self._request_context)
+                request = Request(future.state, self._request_context)
+                self._requests[future.state.request_id] = request
+                if request.refusal:
+                    _warn_of_refusal(self._refusals, request.refusal)
         self._step = [(future, self._requests[future.state.request_id]) for future in scheduled]
         self._num_decoding = sum(bool(future.has_new_token and future.state.generated_tokens) for future in scheduled)
 
@@ -139,7 +147,9 @@ class PackedSteps:
         planned = [(future, request) for future, request in self._step if future.has_new_token and request.generated]
         # A request that was evicted, and ends its second prefill in this step, has `generated` but no
         # `generated_tokens`. Its step is planned without a draft, as `Request.verify` ends it with `end_step`.
-        may_draft = [may_be_faster and bool(future.state.generated_tokens) for future, _ in planned]
+        may_draft = [
+            may_be_faster and not request.refusal and bool(future.state.generated_tokens) for future, request in planned
+        ]
         trees = self._shared.draft([request.steps for _, request in planned], may_draft)
         for (_, request), tree in zip(planned, trees, strict=True):
             request.tree = tree
@@ -306,6 +316,17 @@ class PackedSteps:
             request.end()
         self._requests.clear()
         self._shared.close()
+
+
+def _warn_of_refusal(earlier: set[str], reason: str) -> None:
+    """Log a warning of a request without drafts, unless there was one for this reason, which is added to `earlier`.
+
+    Reasons that differ in a number are one reason.
+    """
+    kind = re.sub(r"\d+", "", reason)
+    if kind not in earlier:
+        logger.warning("a request of continuous batching is answered without drafts: %s", reason)
+    earlier.add(kind)
 
 
 def _logprobs(scores: torch.Tensor, path: Sequence[int], tokens: Sequence[int]) -> list[float]:

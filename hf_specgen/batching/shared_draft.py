@@ -9,7 +9,7 @@ how deep they draft, the shared session drafts for all of them at once:
 
 The shared session is any session of the strategy. It reads the rows through the interfaces of a `DraftBatch`:
 `SharedRowState`, `SharedTargets` and `SharedSampling` here give it what the batch of each call has. Calls join it
-when they first plan a step, and leave it when they end.
+when they first plan a draft, and leave it when they end: no drafter reads the prompt of a call that drafts nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import cast
 
 import torch
 
-from hf_specgen.candidates.base import Candidates, DraftSession, StartSession, checked_draft
+from hf_specgen.candidates.base import Candidates, DraftSession, StartSession, WrappedSession, checked_draft
 from hf_specgen.candidates.combined import CombinedCandidates
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.depth import FixedDepth, PolicySession
@@ -52,8 +52,10 @@ def batched(candidates: Candidates) -> tuple[StartSession, list[SharedDraft]]:
 class SharedDraft:
     """Drafts for several calls together, as rows of one session of a strategy.
 
-    If rows cannot join and leave such a session, each call gets a session of its own.
+    If rows cannot join and leave such a session, each call gets a session of its own, whose passes are counted here.
     """
+
+    rows_can_change = False  # whether calls share a session; known once one has started
 
     def __init__(self, strategy: Candidates):
         self._strategy = strategy
@@ -61,26 +63,34 @@ class SharedDraft:
         self._row_state: SharedRowState
         self._policy: PolicySession
         self.rows: list[RowSession] = []  # of the calls that take part
-        self.planned: dict[RowSession, int] = {}  # how deep calls draft next; those that are not in `rows` join then
-        # Of the last draft, if one was requested: its time, and the tokens of each pass.
+        # The maximum depth of the next draft of each call; a call that is not in `rows` becomes a row then.
+        self.planned: dict[RowSession, int] = {}
+        # Of the last draft, if one was requested: its time if it is shared, and the tokens of each pass of all calls.
         self.seconds = 0.0
-        self.tokens_per_pass: Sequence[int] = ()
+        self.tokens_per_pass: list[int] = []
 
     def start(self, batch: DraftBatch) -> DraftSession:
         """The session of a call; used in place of `Candidates.start`."""
         # Whether rows can change is known once a session has begun. If they can, this session ends without a draft.
         session = self._strategy.start(batch)
-        batch.call.state.drafts_together = session.rows_can_change
+        self.rows_can_change = session.rows_can_change
         if not session.rows_can_change:
-            return session
+            return WrappedSession(session, partial(self._counted, session))
         session.end()
-        return RowSession(batch, self)
+        layers = self._strategy.target_requirements(batch.model).aux_hidden_state_layers
+        return RowSession(batch, self, layers)
+
+    def _counted(self, session: DraftSession, tree: DraftTree, max_depths: Sequence[int]) -> DraftTree:
+        """The draft of a call with a session of its own, whose passes are added to those of the other calls."""
+        if any(max_depths):
+            self.tokens_per_pass += session.passes_of(tree)
+        return tree
 
     def draft(self) -> None:
         """Pass the outcomes of the last step on to the shared session, then draft for all calls that have planned."""
         self._observe()
         self.seconds = 0.0
-        self.tokens_per_pass = ()
+        self.tokens_per_pass = []
         if not self.planned:
             return
         begin = perf_counter()
@@ -94,11 +104,11 @@ class SharedDraft:
             size = len(parents)
             probability = None if tree.probability is None else (tree.probability[index][:size],)
             row.tree = DraftTree.from_nodes([(tokens[:size], parents)], probability)
-            row.tokens_per_pass = session.tokens_per_pass
-            row.has_joined = True
+            row.tokens_per_pass = session.tokens_per_pass if depths[index] else ()
+            row.join()
         if any(depths):  # else the draft is empty, and its time is not counted
             self.seconds = perf_counter() - begin
-            self.tokens_per_pass = session.passes_of(tree)
+            self.tokens_per_pass = list(session.passes_of(tree))
 
     def _with_planned_rows(self) -> DraftSession:
         """The shared session, after its rows are updated: calls that have ended leave, new calls with a plan join."""
@@ -149,23 +159,43 @@ class SharedDraft:
 
 
 class RowSession(DraftSession):
-    """The session of one call, whose batch has one row: a row of a shared session."""
+    """The session of one call, whose batch has one row: a row of a shared session, from its first draft on.
 
-    def __init__(self, batch: DraftBatch, shared: SharedDraft):
+    `layers` are those whose hidden states the strategy reads.
+    """
+
+    def __init__(self, batch: DraftBatch, shared: SharedDraft, layers: Sequence[int]):
         super().__init__(batch)
+        self.tokens_per_pass = ()
         self._shared = shared
+        # By layer the states of the steps before the call joins.
+        self._earlier_states: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
         self.tree = DraftTree.empty(1)
         self.result: VerificationResult | None = None  # of the last step, until `SharedDraft.draft` passes it on
         self.is_active = True  # whether the call has not ended
         self.has_joined = False  # whether the call is a row of the shared session, which has drafted since
 
-    @property
-    def has_new_states(self) -> bool:
-        """Whether the target has states that the shared session has not received: of the prompt or the last step."""
-        return not self.has_joined or self.result is not None
+    def new_states(self, aux_layers: Sequence[int]) -> torch.Tensor:
+        """The states of some layers that the shared session has not received: of the prompt and steps, or of none."""
+        [states] = self.batch.committed_states(aux_layers)
+        if self.has_joined:
+            return states if self.result is not None else states[:0]
+        by_layer = [self._earlier_states[layer] for layer in aux_layers]
+        earlier = [torch.cat(states_of_step, dim=-1) for states_of_step in zip(*by_layer, strict=True)]
+        return torch.cat([*earlier, states])
 
     def plan(self, max_depths: Sequence[int]) -> None:
-        self._shared.planned[self] = max_depths[0]
+        """Receive the depth of the next draft; until the first one, keep the hidden states of every step."""
+        if self.has_joined or max_depths[0]:
+            self._shared.planned[self] = max_depths[0]
+        else:
+            for layer, states in self._earlier_states.items():
+                states += self.batch.committed_states([layer])
+
+    def join(self) -> None:
+        """The call is a row of the shared session now, which has its states."""
+        self.has_joined = True
+        self._earlier_states = {}
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         """The tree that `SharedDraft.draft` has made for this call, at the planned depth.
@@ -243,12 +273,8 @@ class SharedTargets:
         return torch.cat([row.batch.last_states(aux_layers) for row in self._rows])
 
     def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:
-        """The new states of each call, see `RowSession`; none of a call that took no part in the step."""
-        committed = []
-        for row in self._rows:
-            [states] = row.batch.committed_states(aux_layers)
-            committed.append(states if row.has_new_states else states[:0])
-        return committed
+        """The new states of each call; none of a call that took no part in the step."""
+        return [row.new_states(aux_layers) for row in self._rows]
 
 
 class SharedSampling:

@@ -183,6 +183,24 @@ def test_exception_fails_the_requests_and_leaves_the_model_usable(fails: str) ->
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("strategy", ["draft model", "combined"])
+def test_request_that_the_strategy_refuses_is_answered_without_drafts(
+    strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Would catch: one prompt that is too long for the draft model, and that fails all requests of a server."""
+    model, draft = fresh_model("llama"), fresh_model("llama", max_position_embeddings=40)
+    prompts = [*requests(4), *([7, 8, 9, 10] * length for length in (12, 13)), *requests(6)[4:]]
+    assert max(map(len, requests(6))) < 40
+    candidates: Any = DraftModelCandidates(draft, k=3, draft_window=None)
+    if strategy == "combined":
+        candidates = CombinedCandidates([NgramCandidates(k=2), candidates], tree=4, policy=FixedDepth())
+    assert run(model, prompts, candidate_generator=candidates) == run(model, prompts)
+    rows = candidates.speculation.rows
+    assert sum(not any(step.drafted for step in row) for row in rows) == 2, "the others speculate"
+    reasons = [record.message for record in caplog.records if "is answered without drafts" in record.message]
+    assert len(reasons) == 1 and "the draft reads at most 40" in reasons[0]
+
+
 @pytest.mark.parametrize("strategy", ["auto", "draft model"])
 def test_weights_that_change_between_calls_are_used(strategy: str) -> None:
     """As in reinforcement learning. Would catch: tokens of old weights, from a graph, a packed weight or a table."""

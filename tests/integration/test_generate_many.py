@@ -7,6 +7,7 @@ import peft
 import pytest
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
 
 import hf_specgen
 from hf_specgen import (
@@ -25,10 +26,14 @@ from hf_specgen import (
     Schedule,
     generate_many,
 )
+from hf_specgen.batching.shared_steps import SharedSteps
+from hf_specgen.call import Call
 from hf_specgen.compat import CACHE
-from hf_specgen.depth import CostCurve, LatencyModel
+from hf_specgen.depth import CostCurve, LatencyModel, Policy, PolicySession
+from hf_specgen.settings import Settings
 from tests.helpers import fresh_model, shared_draft, tiny_model
 from tests.helpers.batching import GPU_LIKE, HEADS
+from tests.helpers.calls import make_batch, make_state, with_sessions
 from tests.helpers.models import stateful_model
 from tests.helpers.processors import RecordingStreamer
 
@@ -234,6 +239,76 @@ class RepeatedTokensSession(DraftSession):
         self.ends += 1
 
 
+class PlainBeginnings(Policy):
+    """Drafts three tokens once a text is long enough; nothing for prompts of an odd length."""
+
+    def start(self, call: Call) -> PolicySession:
+        return PlainBeginning(call)
+
+
+class PlainBeginning(PolicySession):
+    """The session of `PlainBeginnings`."""
+
+    def __init__(self, call: Call):
+        self._call = call
+
+    def depths(self, limits: Sequence[int]) -> list[int]:
+        may_draft = len(self._call.state.prompts[0]) % 2 == 0 and len(self._call.state.generated[0]) > 3
+        return [min(3, limit) if may_draft else 0 for limit in limits]
+
+
+@pytest.mark.parametrize("name", ["eagle trees", "draft model", "dspark and n-grams", "medusa"])
+def test_call_joins_a_shared_drafter_when_it_first_drafts(reference_model: Any, answered: Any, name: str) -> None:
+    """Would catch: the prompt of a call without drafts in the drafter, states of steps before a draft that it lacks."""
+    prompts, _ = answered
+    prompts = [prompt[len(prompt) % 2 :] for prompt in prompts]
+    prompts.append(prompts[0][1:])
+    arguments = {"policy": PlainBeginnings(), "do_sample": False, "max_new_tokens": 16, "memory": False}
+    expected, accepted = list[list[int]](), 0
+    for prompt in prompts:
+        strategy = HEADS[name]()
+        expected += alone(reference_model, [prompt], **arguments, candidate_generator=strategy)
+        accepted += strategy.speculation.accepted
+    joined, strategy = set[int](), HEADS[name]()
+
+    def record(session: Any) -> None:
+        draft = session.draft
+        session.draft = lambda depths: (joined.update(map(len, session.batch.state.prompts)), draft(depths))[1]
+
+    with_sessions(getattr(strategy, "strategies", [strategy])[-1], record)
+    assert many(reference_model, prompts, strategy, max_rows=5, **arguments) == expected
+    assert joined == {len(prompt) for prompt in prompts[:-1]}
+    assert strategy.speculation.accepted >= 0.9 * accepted > 0
+
+
+class OwnSessions(RepeatedTokens):
+    """As `RepeatedTokens`, in a session for each call."""
+
+    def start(self, batch: DraftBatch) -> DraftSession:
+        session = super().start(batch)
+        session.rows_can_change = False
+        return session
+
+
+@pytest.mark.parametrize("shared_is_last", [False, True])
+def test_passes_of_shared_and_own_sessions_are_both_counted(shared_is_last: bool) -> None:
+    """Would catch: passes without a cost where another drafter has rows, latencies by the last of several drafters."""
+    model, prompts = tiny_model("llama"), some_prompts(3)
+    members: list[Candidates] = [OwnSessions(), RepeatedTokens()]
+    for member, passes in zip(members, [(5,), (7, 7)], strict=True):
+        with_sessions(member, lambda session, passes=passes: setattr(session, "tokens_per_pass", passes))
+    strategy = CombinedCandidates(members[:: 1 if shared_is_last else -1], tree=4, policy=FixedDepth(2))
+    answers = many(model, prompts, strategy, max_rows=3, **GREEDY)
+    assert answers == alone(model, prompts, **GREEDY)
+    for step in strategy.speculation.batch_steps:
+        drafting = sum(depth > 0 for depth in step.requested)
+        assert sorted(step.tokens_per_pass) == [5] * drafting + [7, 7] * bool(drafting)
+    assert any(sum(depth > 0 for depth in step.requested) > 1 for step in strategy.speculation.batch_steps)
+    batch = make_batch(make_state([[1, 2]]), model=model)
+    SharedSteps(Settings.parse(strategy)).settings.start(batch).end()
+    assert batch.call.state.drafts_together is False
+
+
 def test_every_session_that_a_strategy_begins_ends_once() -> None:
     """Would catch: a session that only showed whether rows can change, and keeps what it holds, such as a file."""
     model, prompts, strategy = tiny_model("llama"), some_prompts(5), RepeatedTokens()
@@ -251,6 +326,43 @@ def test_failing_prompt_is_named_after_the_prompts_before_it_are_answered(ordere
         for completion in generate_many(model, prompts, NgramCandidates(), **arguments):
             answered.append(completion.index)
     assert sorted(answered) == [0, 1, 2]
+
+
+class Failing(BaseStreamer):
+    """Raises when it receives the prompt or token of this number; None: never."""
+
+    def __init__(self, number: int | None):
+        self._number = number
+        self._received = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self._received += 1
+        if self._received == self._number:
+            raise RuntimeError("a failing step")
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("max_rows", [1, 3, 5])
+@pytest.mark.parametrize("kind", ["n-grams", "shared drafter", "one by one"])
+def test_error_in_a_step_of_a_prompt_loses_no_other_row(kind: str, max_rows: int, ordered: bool) -> None:
+    """Would catch: rows in work that are lost by the verification of another, or that continue in its slots."""
+    model, prompts, answers = tiny_model("llama"), some_prompts(7), dict[int, list[int]]()
+    arguments = {**GREEDY, "eos_token_id": None, "stopping_criteria": [AfterSix()] if kind == "one by one" else []}
+    expected = alone(model, prompts, **arguments)
+    arguments |= {
+        "max_rows": max_rows,
+        "ordered": ordered,
+        "streamer": lambda number: Failing({4: 3, 3: 5}.get(number)),
+    }
+    strategy = STRATEGIES["draft trees" if kind == "shared drafter" else "ngram"](model)
+    with pytest.raises(RuntimeError, match=r"^prompt 3: a failing step$"):
+        for completion in generate_many(model, prompts, strategy, **arguments):
+            answers[completion.index] = completion.tokens
+    assert {0, 1, 2} <= set(answers) and not answers.keys() & {3, 4}
+    assert all(tokens == expected[index] for index, tokens in answers.items())
 
 
 def test_prompt_of_an_iterator_without_a_seed_is_named_after_the_others_are_answered() -> None:
