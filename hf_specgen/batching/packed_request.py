@@ -19,8 +19,9 @@ from hf_specgen import compat
 from hf_specgen.batching import transformers_batching
 from hf_specgen.call import Call, GenerationState
 from hf_specgen.call_statistics import Statistics
-from hf_specgen.candidates.base import DraftSession
+from hf_specgen.candidates.ngram import NgramCandidates
 from hf_specgen.decoding import DecodingSteps
+from hf_specgen.depth import FixedDepth
 from hf_specgen.settings import Settings
 from hf_specgen.targets.hidden_states import StepStates
 from hf_specgen.targets.row_layout import UNLIMITED
@@ -125,15 +126,6 @@ class RequestOutputs:
         self._state.stopped[0] = self._state.has_ended(0)
 
 
-class NoDrafts(DraftSession):
-    """The session of a request that the strategy refuses."""
-
-    tokens_per_pass = ()
-
-    def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        return DraftTree.empty(len(max_depths))
-
-
 class Request:
     """A request, Transformers' `RequestState`: the steps of its call, and `tree`, its draft in the present step.
 
@@ -165,7 +157,8 @@ class Request:
             self._begin(call, settings)
         except ValueError as error:
             self.refusal = str(error)
-            self._begin(call, replace(settings, start=NoDrafts))
+            # Any strategy that refuses no request will do, since it never drafts.
+            self._begin(call, replace(settings, start=NgramCandidates().start, policy=FixedDepth(0)))
 
     def _begin(self, call: Call, settings: Settings) -> None:
         """Start the sessions; after an exception, those that were started before it have ended."""

@@ -90,9 +90,9 @@ class DrafterSession(DraftSession, Generic[T]):
         """Count the outcome, and keep what was computed for accepted nodes."""
         self._count_by_length(result)
         probability = self._tree.probability or ()
-        if result.verified:
-            probability = [row[:count] for row, count in zip(probability, result.verified, strict=bool(probability))]
-        self._estimator.record_outcome(sum(result.accepted), sum(map(sum, probability)))
+        verified = result.verified or map(len, probability)
+        expected = sum(sum(row[:count]) for row, count in zip(probability, verified, strict=False))
+        self._estimator.record_outcome(sum(result.accepted), expected)
         self.drafter.commit(self._expanded_paths(result))
 
     def _expanded_paths(self, result: VerificationResult) -> list[list[int]]:

@@ -239,7 +239,7 @@ class DrafterTimer:
         seconds = step.seconds.get("draft", 0.0)
         rows = step.pass_rows + self._call.state.other_rows
         curve = self.latency().at(rows, step.context).target
-        # Other processes prolong wall times, that of the target's pass alike. The size of a shared pass is unknown here.
+        # Other processes prolong wall times, also that of the target's pass. The size of a shared one is unknown here.
         if self._is_cpu and not self._call.state.other_rows:
             seconds *= curve.seconds_of(rows * step.tokens_per_row) / max(step.seconds["forward"], MIN_SECONDS)
         # Seconds of the draft over T of its passes, or over T(1) if it has none.
