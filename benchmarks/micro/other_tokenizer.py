@@ -126,9 +126,10 @@ def _tokens_per_pass(
         settings = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
         cast(Any, model).generate(torch.tensor([prompt]), candidate_generator=candidates, **settings)
 
-    generate(prompts[0], 1)  # the first call with a model checks it
     handle = model.register_forward_pre_hook(count)
     try:
+        generate(prompts[0], 1)  # the first call with a model, and with a hook on it, checks it
+        passes = 0
         for prompt in prompts:
             generate(prompt, new_tokens)
     finally:
