@@ -147,6 +147,13 @@ def test_measurement_without_its_libraries_keeps_the_record(tmp_path: Path, monk
         assert (tmp_path / f"{name}.json").read_text() == "recorded"
 
 
+def test_ngram_lookup_times_proposals_without_a_target(tmp_path: Path) -> None:
+    """Would catch: stand-ins for target and verification that lack what n-grams read."""
+    assert main(["micro", "ngram-lookup", "--quick", "--repeats", "1", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "ngram-lookup.json").read_text())["rows"]
+    assert len(rows) == 6 and all(row["median us"] > 0 for row in rows)
+
+
 @pytest.mark.parametrize("name", records.RECORDS)
 def test_command_of_a_record_is_understood(name: str) -> None:
     """Would catch: a record whose suite, measurement or option is gone."""
