@@ -37,7 +37,7 @@ RECORDS = {
         "suite domains --default-settings --strategies ngram,auto,eagle,draft,ngram+eagle,ngram+draft --prompts 4 "
         "--repeats 1 --max-new-tokens 64", 2, 2,
     ),
-    "projected": Record("suite projected", 1, 6),
+    "projected": Record("suite projected", 1, 8),
     "published": Record("suite published", 2, 10),
     "wide": Record(
         "suite --wide --max-new-tokens 64 --strategies ngram,auto,eagle,draft,ngram+eagle --domains embedded "

@@ -119,7 +119,7 @@ def _libraries(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> It
         import llguidance.hf
         from outlines.backends.llguidance import LLGuidanceLogitsProcessor
 
-        tokens = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab)
+        tokens = llguidance.hf.from_tokenizer(cast(Any, tokenizer), n_vocab=vocab)
 
         def with_llguidance(schema: dict[str, Any]) -> Any:
             grammar = llguidance.grammar_from("json_schema", json.dumps(schema))
