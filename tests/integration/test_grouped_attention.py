@@ -234,7 +234,7 @@ def test_causal_mask_of_a_fixed_size_ends_drafts_same_logits() -> None:
 
 @pytest.mark.parametrize("candidates", [NgramCandidates, DraftModelCandidates], ids=["n-grams", "draft model"])
 def test_causal_mask_of_a_fixed_size_ends_large_trees_same_logits(candidates: Any) -> None:
-    """Would catch: room for 64 draft tokens where a tree of a fixed size has more."""
+    """Would catch: a limit of 64 cache slots for a draft where a tree of a fixed size has more nodes."""
     model = tiny_model_of_fuzz("gpt_neo", positions=190)
     drafter = [copy.deepcopy(model)] if candidates is DraftModelCandidates else []
     strategy = candidates(*drafter, k=10, tree=120)
