@@ -52,6 +52,7 @@ RECORDS = {
     "memory": Record("suite memory --strategies ngram,auto,draft,eagle", 1, 2),
     "batch-of-eight": Record("micro batch-of-eight --repeats 2", 2, 1),
     "block-verification": Record("micro block-verification", 1, 2),
+    "learnt-latency": Record("micro learnt-latency", 1, 1),
     "draft-window": Record("micro draft-window", 1, 3),
     "grammar-verification": Record("micro grammar-verification --repeats 2", 2, 3, GRAMMAR_LIBRARIES),
     "grammar-drafts": Record("micro grammar-drafts", 1, 10, GRAMMAR_LIBRARIES),

@@ -10,6 +10,7 @@ from benchmarks.micro.grammars import grammar_drafts, grammar_verification
 from benchmarks.micro.harness import harness_scores
 from benchmarks.micro.known_acceptance import known_acceptance
 from benchmarks.micro.large_target import large_target, large_target_graphs
+from benchmarks.micro.learnt_latency import learnt_latency
 from benchmarks.micro.ngram_lookup import ngram_lookup
 from benchmarks.micro.other_tokenizer import other_tokenizer
 from benchmarks.micro.quantised_cost import quantised_cost
@@ -31,6 +32,7 @@ MICRO: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "repeated-prompts": repeated_prompts,
     "draft-window": draft_window,
     "first-call": first_call,
+    "learnt-latency": learnt_latency,
     "block-verification": block_verification,
     "grammar-drafts": grammar_drafts,
     "grammar-verification": grammar_verification,

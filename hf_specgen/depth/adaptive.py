@@ -61,7 +61,7 @@ class AdaptiveDepth(Policy):
     8% of the plain steps of the call, only drafts without a forward pass are made. In a combination the drafters may
     lose 0.75 plain steps more, see `DrafterLoss`. T(q) of the target and the time of drafting are measured once per
     model, rows and context (`hf_specgen.depth.calibrate`): on a CPU by the first steps, the first of which has no
-    draft, nor has the first with at most half as many rows; on an accelerator in the time of eight to twelve plain
+    draft, nor have a few later ones and the first with at most half as many rows; on an accelerator in the time of eight to twelve plain
     steps. All ranks of a tensor-parallel model use the first rank's.
 
     Args:

@@ -1,9 +1,14 @@
 """T(q) of a target on a CPU from the steps of its calls, so that measuring takes no pass.
 
-The first step of the first adaptive call has no draft and gives T(1); every other size is timed by the first steps that
-have it. The speed of a machine may change by a factor of two from one second to the next, with its clock rate or with
-other processes. So each time is divided by the slowdown, the median of the last steps' seconds over T(q). Times are
-thus kept at the speed of the first step, and their ratios are right whenever they were taken.
+The speed of a machine may change by a factor of two from one second to the next, with its clock rate or with other
+processes, so that the times of two sizes are not comparable as they are. The logarithm of a step's time is the sum of
+three terms: log T(1) at the speed that the machine has in this step, log(T(q) / T(1)), and noise. The first is a random
+walk over the steps, the second is constant for each size. Their joint normal distribution is updated by every step, as
+in a Kalman filter. So each size is compared with the steps before and after it, and a size that has had few steps
+remains uncertain, instead of being taken for as fast as the machine was in them.
+
+The first step of the first adaptive call has no draft and gives T(1). If it was delayed, all drafts look free, so that
+no other step would be without one. So some later steps have no draft: one of 8, two of 16, three of 32.
 
 Rows of a batch end at different steps. T(q) of 8 rows begins at 8 tokens, so it cannot tell what drafts cost once a
 single row is left. So T(q) is timed for each number of present rows up to a power of two; like the first step of all,
@@ -12,30 +17,39 @@ the first step with so few rows has no draft.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf, sqrt
-from statistics import median, median_low
+from math import exp, inf, log, pi, sqrt
+from statistics import NormalDist
 from typing import Any
+
+import numpy as np
 
 from hf_specgen import compat, saved_results
 from hf_specgen.call import Call, memory
 from hf_specgen.call_statistics import StepRecord
 from hf_specgen.depth.calibrate import QUERIES, curve_key, lockstep_group, rows_key, shared_curve_key
-from hf_specgen.depth.latency import CostCurve, interpolate
+from hf_specgen.depth.latency import CostCurve
+from hf_specgen.device_tree import Floats
 
-SAMPLES = 25
-"""Steps of a size that time it; later ones leave T(q) as it is, so that decisions depend on the texts alone. With
-fewer, the sizes whose times happen to be short are preferred for ever."""
-SIZE_MULTIPLE = 8
-"""Sizes above 16 are rounded up to a multiple of 8: trees of all sizes are verified, so that a single size rarely comes
-twice."""
+SIZES = (*range(1, 17), *range(24, 65, 8))
+"""Tokens per row that are told apart: trees of all sizes are verified, so that a large one rarely comes twice."""
+
+# Standard deviations of logarithms of seconds, before any step; half or twice of each gives nearly the same T(q).
+STEP_NOISE = 0.08  # of a step's time
+SPEED_CHANGE = 0.05  # of the machine's speed from a step to the next
+CALL_SPEED_CHANGE = 0.3  # of the machine's speed from a call to the next
+FIRST_NOISE = 0.3  # of the time of the first step, which has no steps before it that show whether it was delayed
+DOUBLING = 0.2  # of T(2q) / T(q), whose mean is 2^GROWTH
+GROWTH = 0.25
+DEGREES_OF_FREEDOM = 3.0  # of the noise: less than those of a normal distribution, as some steps are delayed
+
+SETTLED = 25
+"""Steps of a size after which it leaves T(q) as it is, so that decisions depend on the texts alone."""
+FIRST_STEPS = 8  # after which a second step has no draft, and another one whenever there are twice as many steps
 COMPUTE_BOUND_TOKENS = 64  # tokens of a pass from which on its time is assumed to grow in proportion
-NUM_CONTRADICTIONS = 3
-"""Later steps in a row that take less than half of the median and replace it: other processes delayed the first ones.
-A change of the machine's speed does not cause them, since the slowdown includes it after two steps."""
+MAX_SAVED = 10.0  # of logarithms in files: no pass takes 20,000 times as long as one token
 SAVED = "latency"  # the kind of `saved_results`
 THREAD = "thread"
 """In the seconds of a step: the time of the thread in the pass of the target, which other processes do not prolong."""
@@ -46,76 +60,123 @@ def learns_from_steps(model: Any) -> bool:
     return model is not None and compat.input_device(model).type == "cpu" and lockstep_group(model) is None
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of passes by tokens per row, all at one speed of the machine.
+def _prior_covariance() -> Floats:
+    """`[sizes, sizes]` of log(T(q) / T(1)): independent changes from each doubling of q to the next."""
+    doublings = np.log2(SIZES)
+    return DOUBLING**2 * np.minimum.outer(doublings, doublings)
 
-    The samples of a size are in the order of the steps: the first `SAMPLES` of them time it, further ones contradict
-    these. Size 1 has one at least.
+
+@dataclass(frozen=True, eq=False)
+class StepTimes:
+    """The distribution of T(q) / T(1) by tokens per row, and of T(1) at the machine's present speed.
+
+    Entry 0 of `means` and `covariance` is log T(1), whose ratio to itself needs none; entry i > 0 is log(T(q) / T(1))
+    for q = `SIZES[i]`.
     """
 
-    samples: Mapping[int, tuple[float, ...]]
+    means: Floats  # [sizes]
+    covariance: Floats  # [sizes, sizes]
+    counts: Mapping[int, int]  # steps of each size; size 1 has one at least
     context: int  # cached tokens in each row
     batch: int  # rows
 
-    def with_sample(self, size: int, seconds: float) -> StepTimes:
-        """With another time of a size, where it has fewer than `SAMPLES`.
+    @classmethod
+    def of_plain_step(cls, seconds: float, context: int, batch: int) -> StepTimes:
+        """The distribution after the first step."""
+        means = GROWTH * np.log(SIZES)
+        means[0] = log(seconds)
+        covariance = _prior_covariance()
+        covariance[0, 0] = FIRST_NOISE**2
+        return cls(means, covariance, {1: 1}, context, batch)
 
-        Later times count only if `NUM_CONTRADICTIONS` in a row are less than half of the median.
+    def with_step(self, size: int, seconds: float) -> StepTimes:
+        """The distribution after another step."""
+        terms = np.zeros(len(SIZES))
+        terms[0] = 1.0
+        terms[SIZES.index(size)] = 1.0
+        covariance = self.covariance.copy()
+        covariance[0, 0] += SPEED_CHANGE**2
+        surprise = log(seconds) - float(terms @ self.means)
+        # A delayed step is noisier than others: Student's t-distribution, as a normal one with a variance of its own.
+        relative = surprise**2 / float(terms @ covariance @ terms + STEP_NOISE**2)
+        noise = STEP_NOISE**2 * max(1.0, (DEGREES_OF_FREEDOM + relative) / (DEGREES_OF_FREEDOM + 1))
+        counts = {**self.counts, size: self.counts.get(size, 0) + 1}
+        return replace(self, covariance=covariance, counts=counts)._given(terms, surprise, noise)
+
+    def _given(self, terms: Floats, surprise: float, noise: float) -> StepTimes:
+        """The distribution given a sum of terms that was observed with noise of this variance.
+
+        `surprise` is what was observed less the sum's mean.
         """
-        earlier = self.samples.get(size, ())
-        times = (*earlier, seconds)
-        is_settled = len(earlier) >= SAMPLES
-        if is_settled and 2 * seconds >= self.medians[size]:  # no contradiction: forget those before
-            times = earlier[:SAMPLES]
-        elif len(times) == SAMPLES + NUM_CONTRADICTIONS:  # begin anew with the contradictions
-            times = times[SAMPLES:]
-        return self if times == earlier else replace(self, samples={**self.samples, size: times})
+        shared = self.covariance @ terms
+        gain = shared / (terms @ shared + noise)
+        return replace(self, means=self.means + gain * surprise, covariance=self.covariance - np.outer(gain, shared))
+
+    def for_later_call(self) -> StepTimes:
+        """The distribution at the first step of another call, at which the speed may be another one."""
+        covariance = self.covariance.copy()
+        covariance[0, 0] += CALL_SPEED_CHANGE**2
+        return replace(self, covariance=covariance)
+
+    def saved(self) -> dict[str, Any]:
+        """What `from_saved` reads: T(1), and of each other size its steps, and mean and deviation of its logarithm."""
+        deviations = np.sqrt(self.covariance.diagonal())
+        ratios = {
+            size: (count, self.means[SIZES.index(size)], deviations[SIZES.index(size)])
+            for size, count in self.counts.items()
+            if size > 1
+        }
+        first = {"plain_steps": self.counts[1], "seconds": exp(self.means[0])}
+        return {**first, "ratios": ratios, "context": self.context, "batch": self.batch}
 
     @classmethod
     def from_saved(cls, saved: Any) -> StepTimes | None:
         """The times of an earlier process; None if there are none that can be used."""
         try:
-            samples = {int(size): tuple(map(float, times)) for size, times in saved["samples"].items()}
-            times = cls(samples, int(saved["context"]), int(saved["batch"]))
-            is_valid = all(0 < len(one) <= SAMPLES and 0 < min(one) <= max(one) < inf for one in samples.values())
-            is_valid = is_valid and bool(times.curve)
+            seconds = float(saved["seconds"])
+            if not 0 < seconds < inf:
+                return None
+            times = cls.of_plain_step(seconds, int(saved["context"]), int(saved["batch"]))
+            counts = {1: int(saved["plain_steps"])}
+            for text, (count, mean, deviation) in saved["ratios"].items():
+                size = int(text)
+                counts[size] = int(count)
+                if not (size > 1 and abs(mean) < MAX_SAVED and 0 < deviation < MAX_SAVED):
+                    return None
+                terms = np.zeros(len(SIZES))
+                terms[SIZES.index(size)] = 1.0
+                times = times._given(terms, mean - float(terms @ times.means), deviation**2)
+            times = replace(times, counts=counts)
+            is_valid = min(counts.values()) > 0 and bool(times.curve)
         except (TypeError, KeyError, ValueError, AttributeError, OverflowError):
             return None
         return times if is_valid else None
 
     @cached_property
-    def medians(self) -> dict[int, float]:
-        """The lower median of each size that was timed more than once, and of size 1."""
-        return {
-            size: median_low(times[:SAMPLES]) for size, times in self.samples.items() if size == 1 or len(times) > 1
-        }
-
-    @cached_property
     def curve(self) -> CostCurve:
-        """T(q): for each size the mean of its n samples' median, n times, and the time interpolated from others.
+        """T(q): the means of the sizes that had steps, given that no pass takes less than T(1).
 
-        A size with one time may have been delayed in it, and would not be tried again if it were taken for too slow:
-        the time counts only if it is less than expected.
+        A size with one step may have been delayed in it, and would not be tried again if it were taken for too slow:
+        the step counts only if it took less than expected.
         """
-        assumed = self._curve(self.medians)
-        points = {1: self.medians[1]}
-        for size in self.samples.keys() - {1}:
-            times = self.samples[size][:SAMPLES]
-            if size in self.medians:
-                expected = self._expected(size)
-                points[size] = (len(times) * self.medians[size] + expected) / (len(times) + 1)
-            else:
-                expected = assumed(size)
-                points[size] = (min(times[0], expected) + expected) / 2
-        return self._curve(points)
+        first = exp(self.means[0])
+        seconds = {size: first * exp(self._mean_above_zero(size)) for size in self.counts.keys() - {1}}
+        seconds[1] = first
+        certain = {size: seconds[size] for size, count in self.counts.items() if count > 1 or size == 1}
+        expected = self._curve(certain)
+        for size in seconds.keys() - certain.keys():
+            seconds[size] = min(seconds[size], expected(size))
+        return self._curve(seconds)
 
-    def _expected(self, size: int) -> float:
-        """The time of a size by the medians of the others: on the line between its neighbours, or as assumed."""
-        others = sorted(self.medians.keys() - {size})
-        if size > others[-1]:
-            return self._curve({other: self.medians[other] for other in others})(size)
-        return interpolate(size, others, [self.medians[other] for other in others])
+    def _mean_above_zero(self, size: int) -> float:
+        """The mean of log(T(q) / T(1)), given that it is positive: that of a truncated normal distribution."""
+        index = SIZES.index(size)
+        deviation = sqrt(self.covariance[index, index])
+        relative = self.means[index] / deviation
+        if relative < -5:  # the density and the probability vanish
+            return 0.0
+        density = exp(-(relative**2) / 2) / sqrt(2 * pi)
+        return float(self.means[index] + deviation * density / NormalDist().cdf(relative))
 
     def _curve(self, points: Mapping[int, float]) -> CostCurve:
         """The curve through timed sizes; larger ones are assumed to be as fast as is plausible, so that they are tried.
@@ -147,8 +208,6 @@ class PassTimer:
     def __init__(self, call: Call, times: StepTimes):
         self._call = call
         self.times = times
-        self._slowdowns = deque[float](maxlen=3)
-        self._steps_at_unknown_speed = 0
         self._key = _key(call, times.batch)
 
     @cached_property
@@ -164,49 +223,40 @@ class PassTimer:
             key = _shared_key(call, rows)
             times = memory.recall(type(call.model), key, lambda: None)
             times = times or StepTimes.from_saved(saved_results.load(SAVED, key))
-        return None if times is None else cls(call, times)
+        return None if times is None else cls(call, times.for_later_call())
 
     @classmethod
     def of_first_step(cls, call: Call, step: StepRecord) -> PassTimer | None:
         """A timer that starts with T(1) at the rows of the step; None if that is not a plain step."""
         if (timed := _timed(call, step, step.pass_rows)) is None or timed[0] != 1:
             return None
-        timer = cls(call, StepTimes({1: (timed[1],)}, call.context_length, step.pass_rows))
-        timer._slowdowns.append(1.0)
+        timer = cls(call, StepTimes.of_plain_step(timed[1], call.context_length, step.pass_rows))
         timer._keep(1)
         return timer
 
-    def observe(self, step: StepRecord) -> bool:
-        """Use the time of a step for its size; returns whether T(q) has changed by it.
+    @property
+    def needs_plain_step(self) -> bool:
+        """Whether the next step should have no draft, since few of so many steps had none."""
+        steps = sum(self.times.counts.values())
+        return self.times.counts[1] < SETTLED and steps >= FIRST_STEPS * 2 ** (self.times.counts[1] - 1)
 
-        The first step of a later call is of no use for T(q), but tells the slowdown if its size is timed already. If
-        the first three have sizes that are not, the speed of the first call is assumed.
-        """
+    def observe(self, step: StepRecord) -> bool:
+        """Use the time of a step for its size; returns whether T(q) has changed by it."""
         if (timed := _timed(self._call, step, self.times.batch)) is None:
             return False
         size, seconds = timed
-        before = self.times
-        if self._slowdowns:  # seconds at the speed of the first step
-            self.times = before.with_sample(size, seconds / median(self._slowdowns))
-        if size in self.times.medians:  # what was timed, not `curve`, which is shifted towards the time expected
-            self._slowdowns.append(seconds / self.times.medians[size])
-        elif not self._slowdowns:
-            self._steps_at_unknown_speed += 1
-            if self._steps_at_unknown_speed == self._slowdowns.maxlen:  # perhaps no step of the call has a timed size
-                self._slowdowns.append(1.0)
-        if self.times is before:
-            return False
-        self._keep(size)
-        return True
+        self.times = self.times.with_step(size, seconds)
+        is_settled = self.times.counts[size] > SETTLED
+        if not is_settled:
+            self._keep(size)
+        return not is_settled
 
     def _keep(self, size: int) -> None:
         """Keep the times for later calls, now and then for later processes."""
         memory.store(self._call.model, self._key, self.times)
         memory.store(type(self._call.model), self._shared_key, self.times)
-        if len(self.times.samples[size]) in (3, SAMPLES):  # saved twice for each size
-            samples = {number: times[:SAMPLES] for number, times in self.times.samples.items()}
-            saved = {"samples": samples, "context": self.times.context, "batch": self.times.batch}
-            saved_results.save(SAVED, self._shared_key, saved)
+        if self.times.counts[size] in (3, SETTLED):  # saved twice for each size
+            saved_results.save(SAVED, self._shared_key, self.times.saved())
 
 
 def _with_lower_bound(curve: CostCurve, largest: int, of_more_rows: CostCurve) -> CostCurve:
@@ -225,10 +275,9 @@ def _timed(call: Call, step: StepRecord, batch: int) -> tuple[int, float] | None
     size = 1
     if step.tokens_per_row > 1:  # a few rows less than at first make a size smaller, but never that of a plain step
         size = max(2, round(step.pass_rows * step.tokens_per_row / batch))
-    if size > 2 * SIZE_MULTIPLE:
-        size = -(-size // SIZE_MULTIPLE) * SIZE_MULTIPLE
-    is_timed = seconds > 0 and size <= max(QUERIES) and not call.state.other_rows
-    return (size, seconds) if is_timed else None
+    if seconds <= 0 or size > SIZES[-1] or call.state.other_rows:
+        return None
+    return next(larger for larger in SIZES if larger >= size), seconds
 
 
 def _key(call: Call, rows: int) -> tuple[Hashable, ...]:
@@ -250,8 +299,9 @@ class PassTimers:
 
     @property
     def needs_plain_step(self) -> bool:
-        """Whether no step with so many rows as the last one has been timed."""
-        return rows_key(self._rows) not in self._timers
+        """Whether few plain steps with so many rows as the last one have been timed, or none."""
+        timer = self._timers.get(rows_key(self._rows))
+        return timer is None or timer.needs_plain_step
 
     @property
     def curves(self) -> tuple[CostCurve, ...]:
@@ -259,7 +309,7 @@ class PassTimers:
         curves: list[CostCurve] = []
         for _, timer in sorted(self._timers.items(), reverse=True):
             curve = replace(timer.times.curve, context=max(1, self._call.context_length))
-            curves.append(_with_lower_bound(curve, max(timer.times.samples), curves[-1]) if curves else curve)
+            curves.append(_with_lower_bound(curve, max(timer.times.counts), curves[-1]) if curves else curve)
         return tuple(curves)
 
     def observe(self, step: StepRecord) -> bool:

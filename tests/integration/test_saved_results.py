@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from hf_specgen import FixedDepth, NgramCandidates, saved_results
-from hf_specgen.depth.step_times import SAMPLES, PassTimer, StepTimes
+from hf_specgen.depth.step_times import PassTimer, StepTimes
 from tests.helpers import fresh_model, prompts
 from tests.helpers.depth import depth_call
 from tests.helpers.processes import run_in_ranks
@@ -53,7 +53,7 @@ def adaptive_call(folder: str) -> list[int]:
     call = depth_call(model=model)
     before = PassTimer.of_earlier_calls(call, 1)
     model.generate(**prompts(1), max_new_tokens=TOKENS, do_sample=False, candidate_generator=NgramCandidates())
-    return [] if before is None else sorted(before.times.samples)
+    return [] if before is None else sorted(before.times.counts)
 
 
 def test_self_check_of_an_earlier_process_counts(tmp_path: Path) -> None:
@@ -76,16 +76,23 @@ def test_latencies_of_an_earlier_process_are_used(tmp_path: Path) -> None:
     assert sizes and sizes[0] == 1
 
 
+SAVED = {"plain_steps": 3, "seconds": 1.0, "ratios": {"8": [3, 0.5, 0.1]}, "context": 8, "batch": 1}
+
+
 @pytest.mark.parametrize(
     "saved",
-    [None, [], {}, {"samples": {}, "context": 8, "batch": 1}, {"samples": {"1": [0.0]}, "context": 8, "batch": 1},
-     {"samples": {"1": ["x"]}, "context": 8, "batch": 1}, {"samples": {"2": [1.0]}, "context": 8, "batch": 1},
-     {"samples": {"1": [1.0]}, "context": float("inf"), "batch": 1},
-     *({"samples": {"1": [1.0], "64": [value]}, "context": 8, "batch": 1} for value in (-1.0, float("nan"), 1e999)),
-     {"samples": {"1": [1.0] * (SAMPLES + 1)}, "context": 8, "batch": 1}],
+    [None, [], {}, *({**SAVED, "seconds": value} for value in (0.0, -1.0, float("nan"), 1e999, "x", None)),
+     *({**SAVED, "context": value} for value in (float("inf"), 0)), {**SAVED, "plain_steps": 0},
+     {**SAVED, "ratios": [1]},
+     *({**SAVED, "ratios": {size: one}} for size, one in (
+         ("8", [3, 0.5]), ("8", [3, 1e308, 0.1]), ("8", [3, 0.5, 0.0]), ("8", [3, float("nan"), 0.1]),
+         ("8", [3, 0.5, 1e300]), ("8", [0, 0.5, 0.1]), ("1", [3, 0.5, 0.1]), ("17", [3, 0.5, 0.1]), ("8", ["x", 1, 1]),
+         ("x", [3, 0.5, 1]),
+     ))],
 )  # fmt: skip
 def test_latencies_that_cannot_be_used_count_as_absent(saved: Any) -> None:
     """Would catch: an exception in `generate`, or a curve without T(1), because of a damaged file."""
+    assert StepTimes.from_saved(SAVED) is not None
     assert StepTimes.from_saved(saved) is None
 
 
