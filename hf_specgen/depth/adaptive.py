@@ -61,8 +61,8 @@ class AdaptiveDepth(Policy):
     8% of the plain steps of the call, only drafts without a forward pass are made. In a combination the drafters may
     lose 0.75 plain steps more, see `DrafterLoss`. T(q) of the target and the time of drafting are measured once per
     model, rows and context (`hf_specgen.depth.calibrate`): on a CPU by the first steps, the first of which has no
-    draft, nor have a few later ones and the first with at most half as many rows; on an accelerator in the time of eight to twelve plain
-    steps. All ranks of a tensor-parallel model use the first rank's.
+    draft, nor have a few later ones and the first with at most half as many rows; on an accelerator in the time of
+    eight to twelve plain steps. All ranks of a tensor-parallel model use the first rank's.
 
     Args:
         latency: a latency model, or a file that `hf-specgen tune` wrote, to use instead; "assumed" for a fixed curve

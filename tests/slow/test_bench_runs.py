@@ -154,6 +154,13 @@ def test_ngram_lookup_times_proposals_without_a_target(tmp_path: Path) -> None:
     assert len(rows) == 6 and all(row["median us"] > 0 for row in rows)
 
 
+def test_learnt_latency_simulates_the_policy(tmp_path: Path) -> None:
+    """Would catch: stand-ins for a call and a model that lack what the policy reads, or times that are not counted."""
+    assert main(["micro", "learnt-latency", "--quick", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "learnt-latency.json").read_text())["rows"]
+    assert len(rows) == 3 and all(0.9 < row["later calls"] < 1 for row in rows), "drafts are hardly ever accepted"
+
+
 @pytest.mark.parametrize("name", records.RECORDS)
 def test_command_of_a_record_is_understood(name: str) -> None:
     """Would catch: a record whose suite, measurement or option is gone."""
