@@ -121,7 +121,7 @@ def test_target_passes_match_the_tokens_read_by_the_target(rows: int) -> None:
     model = tiny_model("llama")
     candidates = NgramCandidates(k=4)
     with recorded_inputs(model) as sizes:
-        speculate(model, candidates)  # the self-check of the model, which has a hook now, runs in its first call
+        speculate(model, candidates, rows)  # the self-check of the model, which has a hook now, runs in its first call
         sizes.clear()
         steps = speculate(model, candidates, rows, eos_token_id=None).batch_steps
     decoding = steps[-len(sizes) + 1 :]  # the first pass reads the prompt
