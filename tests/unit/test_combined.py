@@ -55,6 +55,42 @@ def reference(copied: Sequence[dict[Path, float]], network: dict[Path, float]) -
     return found
 
 
+def test_members_end_if_a_later_one_cannot_start_or_end() -> None:
+    """Would catch: a session that stays open, as nobody has it who could end it."""
+    ended = []
+
+    class Member(Candidates):
+        def __init__(self, fails_to: str = ""):
+            super().__init__(k=2)
+            self.fails_to = fails_to
+
+        def start(self, batch: DraftBatch) -> DraftSession:
+            if self.fails_to == "start":
+                raise RuntimeError("a failing start")
+            return Session(batch, self)
+
+    class Session(DraftSession):
+        def __init__(self, batch: DraftBatch, member: Member):
+            super().__init__(batch)
+            self.member = member
+
+        def draft(self, max_depths: Sequence[int]) -> DraftTree:
+            return DraftTree.empty(len(max_depths))
+
+        def end(self) -> None:
+            ended.append(self.member)
+            if self.member.fails_to == "end":
+                raise RuntimeError("a failing end")
+
+    batch = make_batch(make_state([[5, 6]]))
+    for fails_to in ("start", "end"):
+        members = [Member(), Member(), Member(fails_to), Member()]
+        ended.clear()
+        with pytest.raises(RuntimeError, match=f"a failing {fails_to}"):
+            CombinedCandidates(members).start(batch).end()
+        assert set(ended) == set(members[:2] if fails_to == "start" else members)
+
+
 @given(tries, tries, tries, st.integers(1, 8))
 def test_merged_tree_has_the_most_probable_nodes_of_all_drafts(
     first: dict[Path, float], second: dict[Path, float], third: dict[Path, float], nodes: int
