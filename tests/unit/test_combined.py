@@ -1,7 +1,7 @@
 """Combinations: the merged tree against a slow reference, which members draft, and estimates of the call."""
 
 from collections.abc import Sequence
-from math import prod
+from math import nan, prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,11 +105,12 @@ def test_merged_tree_has_the_most_probable_nodes_of_all_drafts(
     assert tree.probability == pytest.approx(sorted(expected.values(), reverse=True)[:nodes])
 
 
-def test_drafts_without_estimates_and_with_zeros_are_merged() -> None:
-    """Would catch: a division by zero; tokens of a strategy that estimates nothing taken for certain."""
+@pytest.mark.parametrize("probability", [(0.0, 0.0), (nan, nan), (nan, 0.4)])
+def test_drafts_without_estimates_and_with_zeros_are_merged(probability: tuple[float, ...]) -> None:
+    """Would catch: a division by zero; NaN, or tokens of a strategy that estimates nothing, taken for certain."""
     unknown = DraftTree.chains([[5, 6]])
-    zeros = DraftTree.from_nodes([([7, 8], (-1, 0))], ((0.0, 0.0),))
-    member_drafts = MemberDrafts([unknown, zeros], num_without_pass=2, row=0)
+    improbable = DraftTree.from_nodes([([7, 8], (-1, 0))], (probability,))
+    member_drafts = MemberDrafts([unknown, improbable], num_without_pass=2, row=0)
     tree = best_first(member_drafts.root(0), merged_children(member_drafts, UNPROPOSED, None), 9, SearchLimits(9))
     assert (tree.tokens, tree.parents) == ([5, 6], [-1, 0])
     assert tree.probability == pytest.approx([0.6, 0.36])
