@@ -115,12 +115,12 @@ class DecodingSteps:
         batch = DraftBatch(call, target, self.verification, self.policy)
         start = settings.start or settings.candidates.start
         self.draft_session = start(batch)
+        stack.callback(self.draft_session.end)
         # The drafts of any strategy pass through these changes, in this order.
         tree = settings.candidates.tree
         for change in (grammar_drafts(batch, tree), leftmost_chains(batch)):
             if change is not None:
                 self.draft_session = WrappedSession(self.draft_session, change)
-        stack.callback(self.draft_session.end)
 
     def end_prefill(self, logits: torch.Tensor) -> None:
         """Choose the first tokens by the logits after the prompt, `[batch, 1, vocab]`."""

@@ -273,22 +273,22 @@ def _warn_of_assistant_settings(arguments: dict[str, Any]) -> None:
         )
 
 
+def setting_of(model: Any, arguments: dict[str, Any], name: str) -> Any:
+    """A setting of a `generate` call: that of its arguments, also if it is None, else of its config or the model's."""
+    if name in arguments:
+        return arguments[name]
+    configs = (arguments.get("generation_config"), model.generation_config)
+    values = (getattr(config, name, None) for config in configs)
+    return next((value for value in values if value is not None), None)
+
+
 def _with_tokenizer(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments to replace where `generate` needs a tokenizer, which it drops with `custom_generate`."""
     tokenizer = arguments.get("tokenizer")
     if tokenizer is None:
         return {}
-    configs = (arguments.get("generation_config"), model.generation_config)
-
-    def setting(name: str) -> Any:
-        """The value of an argument, also if it is None, else of the config of the call, else of the model's."""
-        if name in arguments:
-            return arguments[name]
-        values = (getattr(config, name, None) for config in configs)
-        return next((value for value in values if value is not None), None)
-
     replaced: dict[str, Any] = {}
-    stop_strings = setting("stop_strings")
+    stop_strings = setting_of(model, arguments, "stop_strings")
     if stop_strings is not None:
         criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
         # `generate` uses a criterion that the caller gave instead.
@@ -296,6 +296,6 @@ def _with_tokenizer(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
             criteria.append(StopStringCriteria(tokenizer, stop_strings))
         replaced["stop_strings"] = None
         replaced["stopping_criteria"] = criteria
-    if setting("token_healing"):  # by `healed_prompt`
+    if setting_of(model, arguments, "token_healing"):  # by `healed_prompt`
         replaced["token_healing"] = False
     return replaced

@@ -44,6 +44,7 @@ class PackedRun:
     add: Callable[[Statistics], None] = lambda _: None  # receives the counters of every request that has ended
     report_plain: Callable[[str], None] = _raise  # receives the reason why a manager cannot speculate
     is_plain: bool = False  # whether a manager of the call runs plainly; later ones then do too
+    is_strict: bool = False  # whether requests that the strategy refuses fail
     steps: list[PackedSteps] = field(default_factory=list)  # those that the `generate_batch` call ends
 
 
@@ -67,6 +68,8 @@ def generate_batch(
     token = _run.set(run)
     try:
         results = original(model, *args, **kwargs)
+        if refusals := [steps.refusal for steps in run.steps if steps.refusal]:
+            raise ValueError(refusals[0])
     finally:
         _run.reset(token)
         for steps in run.steps:
@@ -92,7 +95,7 @@ def _run_of(kwargs: dict[str, Any], attachment: Any) -> PackedRun:
     if attachment is None:
         return PackedRun(None)
     settings = attachment.settings.updated(**settings_in(kwargs))
-    return PackedRun(settings, attachment.add, attachment.report_plain)
+    return PackedRun(settings, attachment.add, attachment.report_plain, is_strict=attachment.strict)
 
 
 def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: dict[str, Any], attachment: Any) -> Any:
@@ -120,7 +123,7 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
     def make_steps(manager: Any, processor: Any) -> PackedSteps | None:
         if settings is None:
             return None
-        steps = PackedSteps(processor, manager, settings, run.add)
+        steps = PackedSteps(processor, manager, settings, run.add, run.is_strict)
         if of_call is not None:
             of_call.steps.append(steps)
         return steps

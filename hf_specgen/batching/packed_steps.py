@@ -60,10 +60,21 @@ class PackedSteps:
 
     `processor` and `manager` are Transformers' `ContinuousBatchProcessor` and `ContinuousBatchingManager`; `finished`
     receives the counters of every request that has ended. Request ``req_<i>`` is sampled as
-    `torch.manual_seed(seed + i)` and `generate` would sample it alone.
+    `torch.manual_seed(seed + i)` and `generate` would sample it alone. If `is_strict`, requests that the strategy
+    refuses fail; `refusal` is then the reason of the last one.
     """
 
-    def __init__(self, processor: Any, manager: Any, settings: Settings, finished: Callable[[Statistics], None]):
+    refusal = ""
+
+    def __init__(
+        self,
+        processor: Any,
+        manager: Any,
+        settings: Settings,
+        finished: Callable[[Statistics], None],
+        is_strict: bool = False,
+    ):
+        self._is_strict = is_strict
         self._model = manager.model
         self._shared = SharedSteps(settings)
         aux_layers = settings.candidates.target_requirements(self._model).aux_hidden_state_layers
@@ -95,6 +106,16 @@ class PackedSteps:
         self._began = 0.0  # when its pass began
         self._states: list[torch.Tensor] = []  # captured hidden states, by layer
         self._scores: torch.Tensor
+
+    def check(self, state: Any) -> None:
+        """Raise a `ValueError` if strict and the strategy refuses a new request, a `RequestState`."""
+        if self._is_strict and state.request_id not in self._requests:
+            request = Request(state, self._request_context)
+            if request.refusal:
+                request.end()
+                self.refusal = request.refusal
+                raise ValueError(request.refusal)
+            self._requests[state.request_id] = request
 
     def extend(self, scheduled: Sequence[Any], tokens: int, token_budget: int) -> int:
         """Add draft tokens to the requests of a scheduled step, Transformers' `FutureRequestState`; returns how many.

@@ -42,6 +42,7 @@ def on_batch_processor(manager: Any, make_steps: Callable[[Any, Any], Any]) -> N
 def _hook_packed_steps(processor: Any, steps: Any) -> None:
     """Let `steps` (`PackedSteps`) draft and verify in a `ContinuousBatchProcessor`; None removes the hooks.
 
+    `scheduler.add_waiting_request` receives new requests: one that `check` refuses fails alone, with its `ValueError`.
     In each step Transformers calls, in this order:
 
         scheduler.schedule_batch                    then `extend` adds the drafts
@@ -55,15 +56,24 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
     scheduler = processor.scheduler
     ios = processor.inputs_and_outputs
     runner = processor.model_runner
-    hooked = {scheduler: ["schedule_batch"], ios: ["prepare_batch_update"], runner: ["compute_batch", "_sample"]}
+    hooked = {
+        scheduler: ["add_waiting_request", "schedule_batch"],
+        ios: ["prepare_batch_update"],
+        runner: ["compute_batch", "_sample"],
+    }
     for owner, names in hooked.items():
         for name in names:
             _unhook(owner, name)
     if steps is None:
         return
     this = weakref.proxy(processor)
+    add = type(scheduler).add_waiting_request
     schedule = type(scheduler).schedule_batch
     compute = type(runner).compute_batch
+
+    def add_waiting_request(state: Any) -> None:
+        steps.check(state)
+        add(this.scheduler, state)
 
     def schedule_batch(token_budget: int, cache_budget: int) -> Any:
         requests, is_decode, tokens, kv_read = schedule(this.scheduler, token_budget, cache_budget)
@@ -86,6 +96,7 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
         with steps.capturing():
             compute(this.model_runner, model, batch_data)
 
+    scheduler.add_waiting_request = add_waiting_request
     scheduler.schedule_batch = schedule_batch
     runner.compute_batch = compute_batch
     runner._sample = steps.sample

@@ -15,7 +15,7 @@ MAX_PROBABILITY = 0.999
 def finite(scores: torch.Tensor) -> torch.Tensor:
     """A drafter's logits without NaN and infinity, which rejection sampling and some logits processors refuse.
 
-    Elsewhere they pass: candidates without a probability are left out where the best nodes are selected.
+    Elsewhere they pass: candidates without a probability are no nodes of a tree.
     """
     return scores.nan_to_num(-1e20, 1e20, -1e20)
 

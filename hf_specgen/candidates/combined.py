@@ -12,6 +12,7 @@ Token Recycling or EAGLE; there one of them drafts a step, here both may.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import reduce
 from typing import Literal
@@ -133,7 +134,13 @@ class _CombinedSession(DraftSession):
         members = list(zip(settings.strategies, starts, strict=True))
         members.sort(key=lambda member: not member[0].negligible_draft_cost)
         self._tree_setting = settings.tree
-        self._members = [(start(batch), strategy.k) for strategy, start in members]
+        self._members: list[tuple[DraftSession, int]] = []
+        with ExitStack() as stack:  # if a member cannot start, those before it end
+            for strategy, start in members:
+                session = start(batch)
+                stack.callback(session.end)
+                self._members.append((session, strategy.k))
+            self._stack = stack.pop_all()
         self._num_without_pass = sum(strategy.negligible_draft_cost for strategy in settings.strategies)
         self.top_tokens = max(session.top_tokens for session, _ in self._members)
         recycling = (session for session, _ in self._members if isinstance(session, RecyclingSession))
@@ -167,8 +174,7 @@ class _CombinedSession(DraftSession):
             session.observe(result_for(result, draft))
 
     def end(self) -> None:
-        for session, _ in self._members:
-            session.end()
+        self._stack.close()
 
     def plan(self, max_depths: Sequence[int]) -> None:
         """Draft with the members that have no forward pass, and choose how deep the others draft."""

@@ -132,7 +132,7 @@ class Growth:
         paths = log_acceptance
         if self._expansions:
             paths = paths + self._expansions[-1].paths[..., None]  # path probability = acceptance times the parent's
-        paths = paths.flatten(1)
+        paths = paths.flatten(1).nan_to_num(NO_NODE, inf, -inf)  # a candidate with NaN is no node
         if self.max_depths_on_device is not None:  # the children have the depth `levels + 1`
             paths = paths.masked_fill(self.max_depths_on_device <= self.levels, NO_NODE)
         self._expansion_scores = paths
@@ -331,9 +331,8 @@ class Growth:
         depths_and_parents = constants.depths_and_parents.expand(rows, -1)
         paths = [constants.root_paths.expand(rows, -1), *(level.paths for level in self._levels)]
         # All planes in one operation: TOKEN, EXPANSION_INDEX, DEPTH and PARENT, PATH; as float32, in which token ids
-        # below 2**24 are exact. A candidate with NaN is no node.
-        values = torch.cat([*tokens, indices, depths_and_parents, *paths], dim=1)
-        return values.nan_to_num(NO_NODE, inf, -inf).view(rows, PLANES, -1)
+        # below 2**24 are exact.
+        return torch.cat([*tokens, indices, depths_and_parents, *paths], dim=1).view(rows, PLANES, -1)
 
 
 class Constants(NamedTuple):
@@ -380,7 +379,7 @@ def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> 
 
 def _descending(paths: Floats) -> Floats:
     """`[rows, …]` logarithms to probabilities, in each row in descending order."""
-    return probability_of(np.sort(np.nan_to_num(paths, nan=NO_NODE), axis=1)[:, ::-1])
+    return probability_of(np.sort(paths, axis=1)[:, ::-1])
 
 
 class Snapshot(NamedTuple):

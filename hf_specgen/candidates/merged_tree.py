@@ -134,6 +134,7 @@ def node_children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, 
         acceptance = ASSUMED_ACCEPTANCE
         if path is not None:
             above = path[parent] if parent >= 0 else 1.0
-            acceptance = min(MAX_PROBABILITY, path[node] / above) if above > 0 else 0.0
+            is_possible = path[node] > 0 and above > 0  # neither is NaN
+            acceptance = min(MAX_PROBABILITY, path[node] / above) if is_possible else 0.0
         below.setdefault(parent, []).append((node, tokens[node], acceptance))
     return below

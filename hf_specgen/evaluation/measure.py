@@ -22,6 +22,7 @@ from hf_specgen import compat
 from hf_specgen.call_statistics import Statistics
 from hf_specgen.depth.calibrate import thread_clock
 from hf_specgen.depth.calibrate import wait as wait
+from hf_specgen.generate import setting_of
 from hf_specgen.targets.support import is_rounding
 
 ROUNDING = "rounding"
@@ -122,7 +123,7 @@ def measure_call(
     thread_seconds = thread_time() - thread_begin
     share = use.others_share()
     ids, cache = (output, None) if isinstance(output, torch.Tensor) else (output.sequences, output[compat.CACHE])
-    tokens = _count(model, ids[:, _prompt_length(model, inputs) :])
+    tokens = _count(ids[:, _prompt_length(model, inputs) :], setting_of(model, arguments, "eos_token_id"))
     speculation = None if generator is None else generator.speculation
     return Sample(tokens, seconds, ids.cpu(), speculation, clock.seconds, thread_seconds, cache, share)
 
@@ -148,9 +149,8 @@ def _prompt_length(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> i
     return 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
 
 
-def _count(model: PreTrainedModel, generated: torch.Tensor) -> int:
+def _count(generated: torch.Tensor, ends: int | Sequence[int] | None) -> int:
     """Tokens up to and including the first EOS token of each row; counted the same way for every variant."""
-    ends: Any = cast(Any, model).generation_config.eos_token_id
     if ends is None:
         return generated.numel()
     is_end = torch.isin(generated, torch.as_tensor(ends, device=generated.device))

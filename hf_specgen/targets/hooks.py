@@ -281,9 +281,9 @@ class WatchedHooks:
     """In this context, a model's hooks that are not this package's, and its replaced `forward`s, are watched.
 
     Attributes:
-        has_stateful_hook: afterwards, whether a function was found that changed both the results of its module and
-            plain values that it refers to, or may do so in a later pass: it changed some values, and has a statement
-            that returns a result.
+        has_stateful_hook: afterwards, whether a function was found that changed the results of its module, or may do
+            so in a later pass, as it has a statement that returns a result; and that refers to plain values which it
+            changed itself, or another hook between two of its calls.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -307,15 +307,20 @@ class WatchedHooks:
                 registry[key] = function
 
     def _watching(self, function: Callable[..., Any], returns_value: bool) -> Callable[..., Any]:
+        after_last_call: tuple[Hashable, ...] | None = None
+
         def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal after_last_call
             state = function_state(function)
             versions = _versions((args, kwargs))
             result = function(*args, **kwargs)
             after = function_state(function)
             has_changed_results = result is not None or _versions((args, kwargs)) != versions
             # Added values are records, such as the shapes of all passes.
-            has_changed_values = any(change.is_changed for change in changes(state, after))
-            if (after != state and has_changed_results) or (has_changed_values and returns_value):
+            has_changed_values = any(change.is_changed for change in changes(after_last_call or state, after))
+            after_last_call = after
+            may_change_results = has_changed_results or returns_value
+            if (after != state and has_changed_results) or (has_changed_values and may_change_results):
                 self.has_stateful_hook = True
             return result
 

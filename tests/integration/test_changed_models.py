@@ -245,6 +245,19 @@ def test_self_check_hook_that_counts_passes_and_changes_results_is_refused() -> 
     model.model.layers[0].register_forward_hook(count)
     assert outcome(model) == "same", "a hook that only counts changes no token"
 
+    def steer_by_count(module: Any, args: Any, output: Any) -> Any:
+        return first(output) + VECTOR if passes["count"] > 20 else None
+
+    def steer_in_place(module: Any, args: Any, output: Any) -> None:
+        first(output).add_(VECTOR * (passes["count"] > 20))
+
+    for layer, hook in ((0, steer_by_count), (1, steer_by_count), (1, steer_in_place)):
+        handle = model.model.layers[layer].register_forward_hook(hook)
+        passes["count"] = 0
+        assert outcome(model) == "refused", "another hook counts for it"
+        handle.remove()
+    assert outcome(model) == "same"
+
 
 def test_self_check_module_that_counts_its_passes_is_checked_once() -> None:
     """Would catch: a trial in every call, since the model itself changes an attribute."""

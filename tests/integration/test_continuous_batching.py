@@ -30,7 +30,7 @@ from hf_specgen.depth import CostCurve, DisableWhen, LatencyModel
 from hf_specgen.evaluation.workloads import domain_prompts
 from hf_specgen.tree import DraftTree
 from tests.helpers import fresh_model, shared_draft, tiny_model
-from tests.helpers.batching import GPU_LIKE, HEADS, NEW, SMALL, config, requests, run
+from tests.helpers.batching import GPU_LIKE, HEADS, NEW, SMALL, config, requests, run, started
 from tests.helpers.calls import with_sessions
 from tests.helpers.models import recorded_inputs
 
@@ -199,6 +199,28 @@ def test_request_that_the_strategy_refuses_is_answered_without_drafts(
     assert sum(not any(step.drafted for step in row) for row in rows) == 2, "the others speculate"
     reasons = [record.message for record in caplog.records if "is answered without drafts" in record.message]
     assert len(reasons) == 1 and "the draft reads at most 40" in reasons[0]
+
+
+def test_request_that_the_strategy_refuses_raises_if_strict() -> None:
+    """Would catch: a request without drafts although attached strictly, or one that stops a server for all others."""
+    model, draft = fresh_model("llama"), fresh_model("llama", max_position_embeddings=40)
+    prompts = [*requests(2), [7, 8, 9, 10] * 12, *requests(4)[2:]]
+    plain = run(model, prompts)
+    hf_specgen.attach(model, DraftModelCandidates(draft, k=3, draft_window=None), strict=True)
+    with pytest.raises(ValueError, match="the draft reads at most 40"):
+        run(model, prompts)
+    manager = started(model)
+    names = manager.add_requests(prompts)
+    results = {}
+    while len(results) < len(prompts):
+        result = manager.get_result(timeout=30)
+        results[result.request_id] = result
+    manager.stop(block=True)
+    errors = [results[name].error for name in names]
+    assert "the draft reads at most 40" in errors.pop(2) and errors == [None] * 4
+    tokens = [results[name].generated_tokens for name in names]
+    assert tokens[:2] + tokens[3:] == plain[:2] + plain[3:]
+    assert hf_specgen.statistics(model).calls == 4 and hf_specgen.statistics(model).accepted > 0
 
 
 @pytest.mark.parametrize("strategy", ["auto", "draft model"])

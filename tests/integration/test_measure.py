@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from transformers import GenerationConfig
 
 from benchmarks.harness.loading import StrategyError, build
 from benchmarks.harness.projection import Projection, latency_for, project
@@ -21,7 +22,7 @@ from hf_specgen.depth.latency import Bucket, DraftLatency
 from hf_specgen.evaluation.cost import measure_cost_curve
 from hf_specgen.evaluation.measure import Variant, first_difference, others_share
 from hf_specgen.evaluation.workloads import domain_prompts, encode
-from tests.helpers import tiny_model
+from tests.helpers import fresh_model, prompts, tiny_model
 from tests.helpers.encoder_decoder import encoder_decoder
 from tests.helpers.models import recorded_inputs, width
 
@@ -58,6 +59,27 @@ def test_answers_of_an_encoder_decoder_are_counted_and_judged() -> None:
     found = first_difference(model, samples["plain"], samples["ours"], generation, 0, inputs)
     assert found is not None and (found["row"], found["position"]) == (1, 3)
     assert found["decided by"] == "logits" and found["margin"] > 0
+
+
+@pytest.mark.parametrize("given", ["argument", "config", "model", "none"])
+def test_tokens_are_counted_up_to_the_eos_tokens_of_the_call(given: str) -> None:
+    """Would catch: padding of ended rows, or tokens after an EOS of the model that the call replaces, miscounted."""
+    model, batch = fresh_model("llama"), prompts(2)
+    plain = {"max_new_tokens": 12, "do_sample": False}
+    texts = model.generate(**batch, **plain, eos_token_id=None)[:, batch["input_ids"].shape[1] :].tolist()
+    ends = [texts[0][3], texts[1][5]]
+    model.generation_config.eos_token_id = ends if given == "model" else texts[0][0]
+    generations: dict[str, dict[str, Any]] = {
+        "argument": {**plain, "eos_token_id": ends},
+        "config": {"generation_config": GenerationConfig(eos_token_id=ends, **plain)},
+        "model": plain,
+        "none": {**plain, "eos_token_id": None},
+    }
+    expected = 24
+    if given != "none":
+        expected = sum(1 + min(row.index(end) for end in ends if end in row) for row in texts)
+    samples = measure_round(model, batch, [PLAIN, OURS], generations[given], 0)
+    assert [sample.tokens for sample in samples.values()] == [expected, expected]
 
 
 @pytest.mark.parametrize(

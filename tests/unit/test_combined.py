@@ -1,7 +1,7 @@
 """Combinations: the merged tree against a slow reference, which members draft, and estimates of the call."""
 
 from collections.abc import Sequence
-from math import prod
+from math import nan, prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +55,42 @@ def reference(copied: Sequence[dict[Path, float]], network: dict[Path, float]) -
     return found
 
 
+def test_members_end_if_a_later_one_cannot_start_or_end() -> None:
+    """Would catch: a session that stays open, as nobody has it who could end it."""
+    ended = []
+
+    class Member(Candidates):
+        def __init__(self, fails_to: str = ""):
+            super().__init__(k=2)
+            self.fails_to = fails_to
+
+        def start(self, batch: DraftBatch) -> DraftSession:
+            if self.fails_to == "start":
+                raise RuntimeError("a failing start")
+            return Session(batch, self)
+
+    class Session(DraftSession):
+        def __init__(self, batch: DraftBatch, member: Member):
+            super().__init__(batch)
+            self.member = member
+
+        def draft(self, max_depths: Sequence[int]) -> DraftTree:
+            return DraftTree.empty(len(max_depths))
+
+        def end(self) -> None:
+            ended.append(self.member)
+            if self.member.fails_to == "end":
+                raise RuntimeError("a failing end")
+
+    batch = make_batch(make_state([[5, 6]]))
+    for fails_to in ("start", "end"):
+        members = [Member(), Member(), Member(fails_to), Member()]
+        ended.clear()
+        with pytest.raises(RuntimeError, match=f"a failing {fails_to}"):
+            CombinedCandidates(members).start(batch).end()
+        assert set(ended) == set(members[:2] if fails_to == "start" else members)
+
+
 @given(tries, tries, tries, st.integers(1, 8))
 def test_merged_tree_has_the_most_probable_nodes_of_all_drafts(
     first: dict[Path, float], second: dict[Path, float], third: dict[Path, float], nodes: int
@@ -69,11 +105,12 @@ def test_merged_tree_has_the_most_probable_nodes_of_all_drafts(
     assert tree.probability == pytest.approx(sorted(expected.values(), reverse=True)[:nodes])
 
 
-def test_drafts_without_estimates_and_with_zeros_are_merged() -> None:
-    """Would catch: a division by zero; tokens of a strategy that estimates nothing taken for certain."""
+@pytest.mark.parametrize("probability", [(0.0, 0.0), (nan, nan), (nan, 0.4)])
+def test_drafts_without_estimates_and_with_zeros_are_merged(probability: tuple[float, ...]) -> None:
+    """Would catch: a division by zero; NaN, or tokens of a strategy that estimates nothing, taken for certain."""
     unknown = DraftTree.chains([[5, 6]])
-    zeros = DraftTree.from_nodes([([7, 8], (-1, 0))], ((0.0, 0.0),))
-    member_drafts = MemberDrafts([unknown, zeros], num_without_pass=2, row=0)
+    improbable = DraftTree.from_nodes([([7, 8], (-1, 0))], (probability,))
+    member_drafts = MemberDrafts([unknown, improbable], num_without_pass=2, row=0)
     tree = best_first(member_drafts.root(0), merged_children(member_drafts, UNPROPOSED, None), 9, SearchLimits(9))
     assert (tree.tokens, tree.parents) == ([5, 6], [-1, 0])
     assert tree.probability == pytest.approx([0.6, 0.36])

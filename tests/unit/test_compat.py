@@ -42,6 +42,7 @@ METHODS = [
     (GenerationMixin, "_optimize_model_for_decode", "self"),
     (GenerationMixin, "_get_logits_processor", "self generation_config"),
     (ContinuousBatchingManager, "_create_batch_processor", "self"),
+    (Scheduler, "add_waiting_request", "self state"),
     (Scheduler, "schedule_batch", "self token_budget cache_budget"),
     (ContinuousBatchingIOs, "prepare_batch_update", "self"),
     (ModelRunner, "compute_batch", "self model batch_data"),

@@ -117,7 +117,10 @@ def new_growth(depths: list[int], children: int) -> Growth:
 def test_growth_agrees_with_the_reference(
     seed: int, rows: int, width: int, size: int, expanded_first: bool, structures: tuple[int, ...]
 ) -> None:
-    """Would catch: a node without its parent, a depth limit that is ignored, wrong probabilities or structures."""
+    """Would catch: a node without its parent, a depth limit that is ignored, wrong probabilities or structures.
+
+    Also candidates whose probability is NaN, which are expanded before all others.
+    """
     random = np.random.default_rng(seed)
     limits = random.integers(0, 5, rows).tolist()
     limits[0] = 4
@@ -139,7 +142,9 @@ def test_growth_agrees_with_the_reference(
                 _check_last_ancestors(frontier, paths)
         tokens = torch.tensor([[[next(unique) for _ in range(4)] for _ in range(nodes)] for _ in range(rows)])
         acceptance = acceptance_of(random, rows, nodes, 4)
-        growth.add(tokens, acceptance.log())
+        is_nan = torch.from_numpy(random.random(acceptance.shape) < 0.1)
+        growth.add(tokens, acceptance.log().masked_fill(is_nan, torch.nan))
+        acceptance = acceptance.masked_fill(is_nan, 0.0)
         for row, slow in enumerate(references):
             used = len(slow.frontier)
             slow.add(tokens[row].tolist()[:used], acceptance[row].tolist()[:used])
