@@ -25,11 +25,11 @@ from hf_specgen.tree import DraftTree, Parents, TreeStructure, chain_parents, id
 Floats = NDArray[np.floating[Any]]
 NO_NODE = -1e30
 """Log path probability of what is no node: padding, and candidates beyond a row's maximum depth or with NaN."""
-TOKEN, EXPANSION_INDEX, DEPTH, PARENT, PATH = range(5)
+TOKEN, EXPANSION_INDEX, DEPTH, PARENT, LOG_PATH = range(5)
 """The planes of the values of a tree: the token of each node, its expansion index (0 for a row's last token, 1 for the
 node that was expanded first, and so on; negative, but not in chains, if it was not expanded), its depth, the expansion
 index of its parent, and the logarithm of its path probability, which is `NO_NODE` for padding at the end of a row."""
-PLANES = 1 + PATH
+PLANES = 1 + LOG_PATH
 
 
 class Ancestors:
@@ -152,8 +152,8 @@ class DeviceTree(DraftTree):
         values: `[batch, PLANES, 1 + nodes]` of each row's last token, then of each node.
         tokens: `[batch, 1 + nodes]` the plane `TOKEN` of the values as integers.
         structure: None for chains.
-        includes_rejected: whether entries with path probability 0, which can never be accepted, keep their node index
-            in rows that have a draft; the host reads their token as -1. Otherwise they are padding.
+        keeps_placeholders: whether entries with path probability 0, expanded as padding and never accepted, keep their
+            node index in rows that have a draft; the host reads their token as -1. Otherwise they are padding.
         host_values: `values` in the host's memory, if the host has read them already.
         selection: a selection that begins with the nodes of this tree; `padded` takes further nodes from it.
     """
@@ -163,13 +163,13 @@ class DeviceTree(DraftTree):
         values: torch.Tensor,
         tokens: torch.Tensor,
         structure: TreeStructure | None,
-        includes_rejected: bool = False,
+        keeps_placeholders: bool = False,
         host_values: Floats | None = None,
-        selection: Selection | None = None,
+        selection: NodeSelection | None = None,
     ):
         super().__init__(tokens[:, 1:], None)
         self.is_chain = structure is None
-        self.includes_rejected = includes_rejected
+        self.keeps_placeholders = keeps_placeholders
         self._structure = structure
         self._values = values
         self._inputs = tokens
@@ -188,7 +188,7 @@ class DeviceTree(DraftTree):
 
     @property
     def node_values(self) -> list[Any]:
-        """For each row `[nodes, PATH]` integers: token, expansion index, depth and expansion index of the parent."""
+        """For each row `[nodes, 4]` integers: token, expansion index, depth and expansion index of the parent."""
         return self._on_host().values
 
     def structure(self) -> TreeStructure:
@@ -226,13 +226,13 @@ class DeviceTree(DraftTree):
             pad(self._structure.depths, (0, extra)), _padded_ancestors(self._structure.ancestors, extra)
         )
         values = pad(self._values, (0, extra), value=-2)  # as of nodes that were not expanded; the parent is no node
-        values[:, PATH, -extra:].fill_(NO_NODE)
+        values[:, LOG_PATH, -extra:].fill_(NO_NODE)
         tokens = pad(self._inputs, (0, extra))
         return self._with(values, tokens, structure)
 
     def _with(self, values: torch.Tensor, tokens: torch.Tensor, structure: TreeStructure | None) -> DeviceTree:
         """Other values, which the host reads anew."""
-        return DeviceTree(values, tokens, structure, self.includes_rejected)
+        return DeviceTree(values, tokens, structure, self.keeps_placeholders)
 
     def checked(self, vocabulary: int) -> DeviceTree:
         return self  # its tokens are indices into a drafter's logits, so that the host need not read them here
@@ -247,7 +247,7 @@ class DeviceTree(DraftTree):
         """The trees, and tokens chosen by the target, which are given only if nothing was read before."""
         if self._host_tree is None:
             values, tokens = self._transferred(chosen)
-            self._host_tree = HostTree.of(values, tokens, self.is_chain, self.includes_rejected)
+            self._host_tree = HostTree.of(values, tokens, self.is_chain, self.keeps_placeholders)
         return self._host_tree
 
     def _transferred(self, chosen: torch.Tensor | None) -> tuple[Floats, list[list[int]]]:
@@ -275,7 +275,7 @@ def _padded_ancestors(ancestors: torch.Tensor, extra: int) -> torch.Tensor:
     return padded
 
 
-class Selection(NamedTuple):
+class NodeSelection(NamedTuple):
     """The best nodes of a growing tree, most probable first: the first n nodes are the best tree of n nodes.
 
     The host reads the values of each row's last token and of the nodes, see `DeviceTree`, and the logarithms of the
@@ -287,7 +287,7 @@ class Selection(NamedTuple):
     structure: TreeStructure | None  # None for chains
 
     @classmethod
-    def of(cls, tree: DeviceTree, last_level: torch.Tensor) -> Selection:
+    def of(cls, tree: DeviceTree, last_level: torch.Tensor) -> NodeSelection:
         """Of all nodes of a tree, and the log path probabilities of the last level."""
         flat = torch.cat([tree._values.flatten(1), last_level], dim=1)
         return cls(flat, tree._inputs, tree._structure)
@@ -325,12 +325,12 @@ class HostTree(NamedTuple):
     chosen: list[list[int]]
 
     @classmethod
-    def of(cls, values: Any, chosen: list[list[int]], is_chain: bool, includes_rejected: bool) -> HostTree:
+    def of(cls, values: Any, chosen: list[list[int]], is_chain: bool, keeps_placeholders: bool) -> HostTree:
         """From `[batch, PLANES, 1 + nodes]` values, and arguments as of `DeviceTree`."""
-        probability = probability_of(values[:, PATH, 1:])
+        probability = probability_of(values[:, LOG_PATH, 1:])
         is_node = probability > 0
         # Nodes that have an index; the others, at the end of a row, are padding.
-        is_counted = is_node | (is_node.any(axis=1, keepdims=True) & includes_rejected)
+        is_counted = is_node | (is_node.any(axis=1, keepdims=True) & keeps_placeholders)
         sizes = is_counted.sum(axis=1).tolist()
         if is_chain:
             parents = tuple(chain_parents(size) for size in sizes)
@@ -341,6 +341,6 @@ class HostTree(NamedTuple):
             parents = tuple(tuple(row[:size]) for row, size in zip(index.tolist(), sizes, strict=True))
         tokens = np.where(is_node, values[:, TOKEN, 1:], -1).astype(int)
         probabilities = tuple(tuple(row[:size]) for row, size in zip(probability.tolist(), sizes, strict=True))
-        integers = values[:, :PATH, 1:].transpose(0, 2, 1)
+        integers = values[:, :LOG_PATH, 1:].transpose(0, 2, 1)
         node_values = [row[:size].astype(int) for row, size in zip(integers, sizes, strict=True)]
         return cls(tokens.tolist(), parents, probabilities, node_values, chosen)

@@ -52,7 +52,7 @@ class DraftTree:
     nodes: int
     """The node count of the largest row."""
     q: torch.Tensor | None
-    includes_rejected: bool = False
+    keeps_placeholders: bool = False
     """Whether some nodes can never be accepted; the host reads their token as -1."""
 
     def __init__(

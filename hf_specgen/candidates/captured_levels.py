@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.functional import pad
 
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY, MIN_PROBABILITY, confidence_by_rank, finite
-from hf_specgen.candidates.growth import Constants, Growth
 from hf_specgen.candidates.level_tensors import LevelTensors
-from hf_specgen.device_tree import Selection
+from hf_specgen.candidates.tree_builder import Constants, TreeBuilder
+from hf_specgen.device_tree import NodeSelection
 from hf_specgen.targets.graphs import Capturable
 from hf_specgen.targets.masks import StepLayout
 from hf_specgen.targets.passes import CapturablePasses, DrafterInputs, Level, LevelOutput, NewText
@@ -31,7 +31,7 @@ from hf_specgen.verification.processors import ScoreProcessors
 
 
 class LevelCandidates(NamedTuple):
-    """Candidates after the nodes of a pass, each `[batch, nodes, children]`; see `Growth.add`."""
+    """Candidates after the nodes of a pass, each `[batch, nodes, children]`; see `TreeBuilder.add`."""
 
     tokens: torch.Tensor  # ids of the target
     log_acceptance: torch.Tensor
@@ -111,7 +111,7 @@ class Drafted(NamedTuple):
     """What `CapturedLevels` returns: the levels that it added, the best nodes of the tree, the drafter's states."""
 
     levels: LevelTensors
-    selection: Selection
+    selection: NodeSelection
     states: Any  # `[batch, nodes, …]` of the nodes of the last pass
     after_text: Any = None  # what the drafter returned for each row's last token of new text, for `store_text`
 
@@ -134,7 +134,7 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
     constants: Constants = field(compare=False)
 
     def __call__(self, module: nn.Module, inputs: LevelInputs, cache: Any) -> Drafted:
-        growth = Growth.from_level_tensors(
+        builder = TreeBuilder.from_level_tensors(
             inputs.tree_so_far, self.proposer.children, inputs.last_tokens, inputs.max_depths, self.constants
         )
         states = inputs.states
@@ -147,20 +147,20 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
             output = self._forward_text(module, inputs.text, inputs, cache)
             states = output.states
             after_text = output[1:]
-            self._add(growth, output.logits, next(noise_by_pass))
+            self._add(builder, output.logits, next(noise_by_pass))
         # In the cache, the expanded nodes follow each row's last token.
         layer = cache.layers[0]
-        last_token_slots = layer.next_slots - 1 - growth.expanded
+        last_token_slots = layer.next_slots - 1 - builder.num_expanded
         attended_slots = layer.get_mask_sizes(0)[0]
         # Each pass runs on the nodes that it expands, with the states of their parents, and adds a level.
         for _ in range(self.num_passes):
-            frontier = growth.select_frontier(self.width)
-            layout = StepLayout(last_token_slots, attended_slots, *growth.structure(), inputs.visible)
+            frontier = builder.select_frontier(self.width)
+            layout = StepLayout(last_token_slots, attended_slots, *builder.frontier_structure(), inputs.visible)
             parent_states = None if states is None else frontier.gather_parents(states)
             pass_inputs = DrafterInputs(frontier.tokens, layout, parent_states, inputs.offsets)
             logits, states, *_ = self.level(module, pass_inputs, cache)
-            self._add(growth, logits, next(noise_by_pass))
-        return Drafted(growth.packed_levels()[-1], growth.best_padded(self.nodes), states, after_text)
+            self._add(builder, logits, next(noise_by_pass))
+        return Drafted(builder.packed_levels()[-1], builder.select_best(self.nodes), states, after_text)
 
     def _forward_text(self, module: nn.Module, text: NewText, inputs: LevelInputs, cache: Any) -> LevelOutput:
         """Run on new text; returns the values of each row's last token alone, `[batch, 1, …]`.
@@ -182,15 +182,15 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
         values = (None if part is None else part.gather(1, last.expand(-1, -1, part.shape[-1])) for part in output)
         return LevelOutput(*cast(Any, values))
 
-    def _add(self, growth: Growth, logits: torch.Tensor, noise: torch.Tensor | None) -> None:
+    def _add(self, builder: TreeBuilder, logits: torch.Tensor, noise: torch.Tensor | None) -> None:
         scores = self.proposer.scores(logits)
         draft_scores = scores if noise is None else perturbed(scores, noise[:, None])
         tokens, log_acceptance, may_expand, _ = self.proposer(scores, draft_scores)
-        growth.add(tokens, log_acceptance, may_expand)  # q is not needed: rejection sampling is not captured
+        builder.add(tokens, log_acceptance, may_expand)  # q is not needed: rejection sampling is not captured
 
 
 def add_captured_levels(
-    growth: Growth,
+    builder: TreeBuilder,
     num_passes: int,
     width: int,
     nodes: int,
@@ -222,20 +222,20 @@ def add_captured_levels(
         visible = pad(visible, (0, capacity - visible.shape[1]), value=True)
     inputs = LevelInputs(
         text,
-        growth.last_tokens,
-        growth.max_depths_on_device,
-        growth.packed_levels(),
+        builder.last_tokens,
+        builder.max_depths_on_device,
+        builder.packed_levels(),
         states,
         visible,
         capturable.offsets,
         noise,
     )
-    constants = growth.constants_after(num_passes, width)
+    constants = builder.constants_after(num_passes, width)
     function = CapturedLevels(num_passes, width, nodes, proposer, capturable.level, constants)
     drafted = capturable.graphs.run(function, inputs, capturable.cache, new_slots, fallback=lambda: None)
     if drafted is None:
         return None
-    growth.extend(drafted.levels, drafted.selection)
+    builder.add_packed(drafted.levels, drafted.selection)
     # Of new text the cache keeps the tokens, and not the padding.
     rows = zip(lengths, text_counts, strict=True)
     capturable.cache.set_lengths([length + count + num_passes * width for length, count in rows])

@@ -82,7 +82,7 @@ class DrafterSession(DraftSession, Generic[T]):
             self.batch, self.drafter, text, self._k, self._tree_setting, self._threshold, self._estimator
         )
         self._tree = draft.build()
-        self._expanded = draft.growth.expanded
+        self._expanded = draft.builder.num_expanded
         self.tokens_per_pass = [*text.tokens_per_pass, *draft.tokens_per_pass]
         return self._tree
 

@@ -19,8 +19,8 @@ from hf_specgen.candidates.acceptance_estimator import AcceptanceEstimator
 from hf_specgen.candidates.base import vocabulary_size
 from hf_specgen.candidates.captured_levels import CandidateProposer, Drafted, add_captured_levels
 from hf_specgen.candidates.draft_batch import DraftBatch
-from hf_specgen.candidates.growth import Growth
-from hf_specgen.candidates.tree_size import Plan, tree_sizer
+from hf_specgen.candidates.tree_builder import TreeBuilder
+from hf_specgen.candidates.tree_size import ExpansionPlan, tree_sizer
 from hf_specgen.drafter import Drafter, T
 from hf_specgen.targets.passes import CapturablePasses
 from hf_specgen.tree import DraftTree
@@ -33,7 +33,7 @@ class LevelDraft(Generic[T]):
     reach; a node is not expanded if its token's probability is below `threshold`; `estimator` is that of the call.
     """
 
-    growth: Growth  # the trees; set by `build`
+    builder: TreeBuilder  # the trees; set by `build`
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class LevelDraft(Generic[T]):
         self._first_level()
         # Captured functions may go beyond the deepest limit, so that there are few different ones.
         k = self._k if self._can_capture else max(self._text.depths)
-        while (plan := self._sizer.next_plan(self.growth, k)) is not None:
+        while (plan := self._sizer.next_plan(self.builder, k)) is not None:
             self._expand(plan)
             self._sizer.record_passes(plan)
         self._sizer.record_levels()
@@ -95,21 +95,21 @@ class LevelDraft(Generic[T]):
         children = min(self._sizer.children, vocab if ids is None else len(ids))
         if draft_vocab is not None:
             children = min(children, draft_vocab)
-        self.growth = Growth(depths, children, last_tokens, max_depths)
+        self.builder = TreeBuilder(depths, children, last_tokens, max_depths)
         processors = self._batch.score_processors
         self._proposer = CandidateProposer(children, vocab, self._threshold, processors, ids, self._batch.wants_q)
 
-    def _expand(self, plan: Plan) -> None:
+    def _expand(self, plan: ExpansionPlan) -> None:
         """Make the passes of a plan, in one captured function if there is one."""
         capturable = self._drafter.capturable_passes()
         if capturable is None or self._expand_captured(plan, capturable) is None:
             for _ in range(plan.num_passes):
-                self._add(self._drafter.forward_nodes(self.growth.select_frontier(plan.expansion_width)))
+                self._add(self._drafter.forward_nodes(self.builder.select_frontier(plan.expansion_width)))
         self._count_passes(plan)
 
     def _expand_first(self, capturable: CapturablePasses) -> bool:
         """Process new text and expand the first levels in one captured function; False if nothing was done."""
-        plan = self._sizer.first_plan(self.growth, self._k)
+        plan = self._sizer.plan_without_sync(self.builder, self._k)
         if plan is None:
             return False
         drafted = self._expand_captured(plan, capturable)
@@ -121,7 +121,7 @@ class LevelDraft(Generic[T]):
         self._count_passes(plan)
         return True
 
-    def _expand_captured(self, plan: Plan, capturable: CapturablePasses) -> Drafted | None:
+    def _expand_captured(self, plan: ExpansionPlan, capturable: CapturablePasses) -> Drafted | None:
         """Make the passes of a plan, after a pass over new text if there is any, by one captured function.
 
         None, and nothing is done, if they cannot be captured or are not captured yet.
@@ -129,29 +129,29 @@ class LevelDraft(Generic[T]):
         # In it scores are perturbed by noise that is drawn before, and no logits processor may read them on the host.
         if not self._batch.shares_noise or self._proposer.processors.reads_scores:
             return None
-        growth = self.growth
+        builder = self.builder
         levels = (
             plan.num_passes if capturable.text is None else 1 + plan.num_passes
         )  # a pass over new text adds level 1
         # By row, the index of the generated token that each level proposes: one deeper each.
-        first = [len(generated) + growth.levels for generated in self._batch.state.generated]
+        first = [len(generated) + builder.num_levels for generated in self._batch.state.generated]
         token_indices = [list(range(index, index + levels)) for index in first]
-        noise = self._batch.draft_noise(token_indices, growth.device)
-        drafted = add_captured_levels(growth, *plan, self._sizer.max_nodes, capturable, self._proposer, noise)
+        noise = self._batch.draft_noise(token_indices, builder.device)
+        drafted = add_captured_levels(builder, *plan, self._sizer.max_nodes, capturable, self._proposer, noise)
         if drafted is not None:
-            capturable.store_levels(drafted.states, growth.expanded)
+            capturable.store_levels(drafted.states, builder.num_expanded)
         return drafted
 
-    def _count_passes(self, plan: Plan) -> None:
+    def _count_passes(self, plan: ExpansionPlan) -> None:
         """Count passes over nodes, unless deeper levels need no pass, see `Drafter.single_pass_tokens`."""
         if not self._drafter.single_pass_tokens:
-            self.tokens_per_pass += [self.growth.drafting_rows * plan.expansion_width] * plan.num_passes
+            self.tokens_per_pass += [self.builder.drafting_rows * plan.expansion_width] * plan.num_passes
 
     def _add(self, logits: torch.Tensor) -> None:
         """Add the most likely tokens after each node of a pass; `logits` are `[batch, nodes, draft vocab]`."""
         scores = self._proposer.scores(logits)
         # By row, the index of the generated token that this level proposes.
-        token_indices = [[len(generated) + self.growth.levels] for generated in self._batch.state.generated]
+        token_indices = [[len(generated) + self.builder.num_levels] for generated in self._batch.state.generated]
         ids = self._drafter.token_ids
         if ids is not None:
             ids = ids.expand(len(scores), 1, -1)
@@ -159,22 +159,22 @@ class LevelDraft(Generic[T]):
         tokens, log_acceptance, may_expand, q = self._proposer(scores, draft_scores)
         if q is not None:
             self._qs.append(q)
-        self.growth.add(tokens, log_acceptance, may_expand)
+        self.builder.add(tokens, log_acceptance, may_expand)
 
     def _best(self) -> DraftTree:
         """The nodes that are verified, with q for rejection sampling."""
-        growth = self.growth
-        nodes = self._sizer.num_verified(growth)
+        builder = self.builder
+        nodes = self._sizer.num_verified(builder)
         expanded_first = self._drafter.expanded_nodes_first
         if self._batch.wants_q or expanded_first:
             # In rejection sampling a node must not be left out because of its token, nor because of what follows it:
             # all nodes that a pass has run on are verified.
-            draft, parents = growth.best_with_expanded(max(nodes, growth.expanded), expanded_first)
+            draft, parents = builder.best_with_expanded(max(nodes, builder.num_expanded), expanded_first)
             if self._batch.wants_q and draft.nodes:
                 q = torch.cat(self._qs, dim=1)  # [batch, 1 + expanded, vocab], by the expansion index of the parent
                 draft.q = q.gather(1, parents[..., None].expand(-1, -1, q.shape[-1]))
         else:
-            draft = growth.best(nodes)
+            draft = builder.best(nodes)
         if self._batch.do_sample:  # the verification reads depths and tokens before it chooses tokens
             draft.start_reading()
         return draft

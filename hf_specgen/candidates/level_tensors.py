@@ -17,13 +17,13 @@ class TreeLevel(NamedTuple):
     """The candidates of a level, `[rows, candidates]`: tokens, and logarithms of their path probabilities."""
 
     tokens: Tensor
-    paths: Tensor
+    log_paths: Tensor
 
 
 class Expansion(NamedTuple):
     """Nodes that were expanded in one pass, `[rows, width]`."""
 
-    paths: Tensor  # log path probabilities; of padding so low that its children have probability 0
+    log_paths: Tensor  # of padding so low that its children have probability 0
     indices: Tensor | None = None  # in their level; None in a chain
 
 
@@ -31,9 +31,8 @@ class LevelTensors(NamedTuple):
     """Consecutive levels of growing trees, and the expansions before each of them."""
 
     widths: tuple[int, ...]  # nodes of each expansion
-    paths: (
-        Tensor  # `[rows, …]` of the candidates of each level, of the nodes of each expansion, then the expansion scores
-    )
+    log_paths: Tensor
+    """`[rows, …]` of the candidates of each level, of the nodes of each expansion, then the expansion scores."""
     integers: Tensor  # `[rows, …]` the tokens of each level, then the indices of each expansion
     ancestors: Tensor | None  # the matrix of the last frontier; None before the first expansion
 
@@ -42,12 +41,12 @@ class LevelTensors(NamedTuple):
         cls, levels: Sequence[TreeLevel], expansions: Sequence[Expansion], scores: Tensor, ancestors: Tensor | None
     ) -> LevelTensors:
         """Pack levels; `scores` are the expansion scores, log path probabilities by which the last one is expanded."""
-        widths = tuple(expansion.paths.shape[1] for expansion in expansions)
-        paths = [level.paths for level in levels]
-        paths += [expansion.paths for expansion in expansions]
+        widths = tuple(expansion.log_paths.shape[1] for expansion in expansions)
+        log_paths = [level.log_paths for level in levels]
+        log_paths += [expansion.log_paths for expansion in expansions]
         integers = [level.tokens for level in levels]
         integers += [expansion.indices for expansion in expansions if expansion.indices is not None]
-        return cls(widths, torch.cat([*paths, scores], dim=1), torch.cat(integers, dim=1), ancestors)
+        return cls(widths, torch.cat([*log_paths, scores], dim=1), torch.cat(integers, dim=1), ancestors)
 
     def unpack(self, children: int, is_first: bool) -> tuple[list[TreeLevel], list[Expansion], Tensor]:
         """Levels, expansions and expansion scores, of trees with so many children of a node.
@@ -60,8 +59,9 @@ class LevelTensors(NamedTuple):
             level_sizes.insert(0, children)
         levels = len(level_sizes)
         index_sizes = self.widths if children > 1 else ()
-        *paths, scores = self.paths.split([*level_sizes, *self.widths, level_sizes[-1]], dim=1)
+        *log_paths, scores = self.log_paths.split([*level_sizes, *self.widths, level_sizes[-1]], dim=1)
         integers = self.integers.split([*level_sizes, *index_sizes], dim=1)
         tokens = integers[:levels]
         indices: Sequence[Tensor | None] = integers[levels:] if children > 1 else [None] * len(self.widths)
-        return list(map(TreeLevel, tokens, paths[:levels])), list(map(Expansion, paths[levels:], indices)), scores
+        expansions = list(map(Expansion, log_paths[levels:], indices))
+        return list(map(TreeLevel, tokens, log_paths[:levels])), expansions, scores

@@ -2,7 +2,7 @@
 
 The path probability of a node is the product of the acceptance probabilities along its path. With n nodes in each row
 
-    tokens(n)  = rows that emit + sum of the path probabilities of the first n nodes of all rows, most probable first
+    tokens(n)  = active rows + sum of the path probabilities of the first n nodes of all rows, most probable first
     seconds(n) = target's pass over 1 + n tokens of each row + the drafter's passes so far
 
 `FastestTreeSizer` verifies the number of nodes with the most tokens per second, and makes a further pass of the drafter
@@ -23,7 +23,7 @@ import numpy as np
 
 from hf_specgen.candidates.acceptance_estimator import AcceptanceEstimator, DraftLevels
 from hf_specgen.candidates.draft_batch import DraftBatch
-from hf_specgen.candidates.growth import Growth, Snapshot
+from hf_specgen.candidates.tree_builder import ProbabilitySnapshot, TreeBuilder
 from hf_specgen.depth.latency import CostCurve, DraftLatency, StepLatency, fastest
 from hf_specgen.device_tree import Floats
 from hf_specgen.targets.cache import padded_tokens
@@ -34,11 +34,11 @@ latency even of a memory-bound target."""
 MAX_CHILDREN = 8  # of a node
 MAX_EXPANSION_WIDTH = 8  # nodes of a row that are expanded in one pass
 MIN_GAIN = 0.001  # relative gain in expected tokens per second that a further pass of the drafter must have
-MIN_NODE_PROBABILITY = 0.001  # least path probability of a node that a search adds
+MIN_NODE_PROBABILITY = 0.001  # least path probability of a node in best-first search (`best_first.py`)
 PathProbabilities = Sequence[Sequence[float]]  # of each row, in descending order
 
 
-class Plan(NamedTuple):
+class ExpansionPlan(NamedTuple):
     """The next passes of the drafter: how many, and how many nodes of each row each of them expands."""
 
     num_passes: int
@@ -53,36 +53,36 @@ class TreeSizer(ABC):
         self.children = children
 
     @abstractmethod
-    def first_plan(self, growth: Growth, k: int) -> Plan | None:
-        """The passes after level 1, chosen without a host synchronization; None if `_plan_next` has to choose.
+    def plan_without_sync(self, builder: TreeBuilder, k: int) -> ExpansionPlan | None:
+        """The passes after level 1, chosen without a host synchronization; None if `_plan_with_sync` has to choose.
 
         It may be called before level 1 exists.
         """
 
-    def next_plan(self, growth: Growth, k: int) -> Plan | None:
+    def next_plan(self, builder: TreeBuilder, k: int) -> ExpansionPlan | None:
         """The next passes; None if the trees are large enough. No draft is deeper than `k`."""
-        if max(growth.max_depths) <= growth.levels:
+        if max(builder.max_depths) <= builder.num_levels:
             return None
-        plan = None if growth.expanded else self.first_plan(growth, k)  # which may plan without a synchronization
-        return plan or self._plan_next(growth, k)
+        plan = None if builder.num_expanded else self.plan_without_sync(builder, k)
+        return plan or self._plan_with_sync(builder, k)
 
     @abstractmethod
-    def _plan_next(self, growth: Growth, k: int) -> Plan | None:
-        """The plan after the first one, or where `first_plan` made none; may read the probabilities on the host."""
+    def _plan_with_sync(self, builder: TreeBuilder, k: int) -> ExpansionPlan | None:
+        """The plan after the first one, or if `plan_without_sync` made none; may read probabilities on the host."""
 
-    def record_passes(self, plan: Plan) -> None:
+    def record_passes(self, plan: ExpansionPlan) -> None:
         """Record passes that were made: their time, and how many nodes they expanded."""
 
     @abstractmethod
-    def num_verified(self, growth: Growth) -> int:
+    def num_verified(self, builder: TreeBuilder) -> int:
         """How many nodes of each row are verified."""
 
     @abstractmethod
-    def num_verified_of(self, paths: PathProbabilities, draft_seconds: float = 0.0, wants_q: bool = False) -> int:
+    def num_verified_of(self, probability: PathProbabilities, draft_seconds: float = 0.0, wants_q: bool = False) -> int:
         """How many nodes of each row are verified, of trees that the drafter does not extend any more.
 
         Args:
-            paths: of the nodes of each row.
+            probability: the path probabilities of the nodes of each row.
             draft_seconds: what the drafter has taken.
             wants_q: take the first local maximum: whether a node is verified then depends on no node after it, as
                 rejection sampling requires.
@@ -93,7 +93,7 @@ class TreeSizer(ABC):
         return 0.0
 
     def record_levels(self) -> None:
-        """Record the levels of the draft, for the sizes of later ones."""
+        """Record the levels of this draft in the estimator, which sizes later drafts."""
 
 
 class FixedTreeSizer(TreeSizer):
@@ -110,27 +110,28 @@ class FixedTreeSizer(TreeSizer):
         self._width = isqrt(nodes)
         self._may_end_early = may_end_early
 
-    def first_plan(self, growth: Growth, k: int) -> Plan | None:
-        levels = _levels_after_first(growth, k)
+    def plan_without_sync(self, builder: TreeBuilder, k: int) -> ExpansionPlan | None:
+        levels = _levels_after_first(builder, k)
         if self.children == 1 and not self._may_end_early:
-            return Plan(levels, 1) if levels else None
-        passes = min(growth.levels_per_sync - 1, levels)
-        return Plan(passes, min(self._width, growth.children)) if passes else None
+            return ExpansionPlan(levels, 1) if levels else None
+        passes = min(builder.levels_per_sync - 1, levels)  # level 1 counts among the levels before the synchronization
+        return ExpansionPlan(passes, min(self._width, builder.children)) if passes else None
 
-    def _plan_next(self, growth: Growth, k: int) -> Plan | None:
-        levels = max(growth.max_depths) - growth.levels  # that may follow
-        since_sync = growth.levels % growth.levels_per_sync
-        # Synchronize every `levels_per_sync` levels. Where that takes time, not to save the pass of one last level.
-        may_stop = not since_sync and (levels > 1 or growth.levels_per_sync == 1)
-        if may_stop and not growth.read_probabilities().may_improve(self.max_nodes):
+    def _plan_with_sync(self, builder: TreeBuilder, k: int) -> ExpansionPlan | None:
+        levels = max(builder.max_depths) - builder.num_levels  # that may follow
+        since_sync = builder.num_levels % builder.levels_per_sync
+        # The host reads every `levels_per_sync` levels; an accelerator not if only one level is left, whose pass takes
+        # less time than the read.
+        may_stop = not since_sync and (levels > 1 or builder.levels_per_sync == 1)
+        if may_stop and not builder.read_probabilities().may_improve(self.max_nodes):
             return None
-        passes = min(growth.levels_per_sync - since_sync, levels)
-        return Plan(passes, min(self._width, growth.last_level_size))
+        passes = min(builder.levels_per_sync - since_sync, levels)
+        return ExpansionPlan(passes, min(self._width, builder.last_level_size))
 
-    def num_verified(self, growth: Growth) -> int:
-        return self.max_nodes if self.children > 1 else max(1, *growth.max_depths)
+    def num_verified(self, builder: TreeBuilder) -> int:
+        return self.max_nodes if self.children > 1 else max(1, *builder.max_depths)
 
-    def num_verified_of(self, paths: PathProbabilities, draft_seconds: float = 0.0, wants_q: bool = False) -> int:
+    def num_verified_of(self, probability: PathProbabilities, draft_seconds: float = 0.0, wants_q: bool = False) -> int:
         return self.max_nodes
 
 
@@ -139,7 +140,7 @@ class FastestTreeSizer(TreeSizer):
 
     Args:
         rows, pass_rows: rows that draft, and rows of the target's pass if these are more.
-        emitting_rows: rows that emit a token in the step, if these are more than those that draft.
+        num_active_rows: rows that have not ended, each of which emits a token, if these are more than those that draft.
         is_padded: whether the target's passes are padded to the width of a captured one.
         estimator: of the call; None: of no earlier draft.
     """
@@ -149,7 +150,7 @@ class FastestTreeSizer(TreeSizer):
         latency: StepLatency,
         rows: int = 1,
         pass_rows: int = 0,
-        emitting_rows: int = 0,
+        num_active_rows: int = 0,
         is_padded: bool = False,
         estimator: AcceptanceEstimator | None = None,
     ):
@@ -157,54 +158,54 @@ class FastestTreeSizer(TreeSizer):
         self._estimator = estimator or AcceptanceEstimator()
         self._levels = DraftLevels()
         self._rows = rows
-        self._emitting_rows = max(rows, emitting_rows)
+        self._num_active_rows = max(rows, num_active_rows)
         self._draft_latency = latency.draft
-        self._snapshot: Snapshot | None = None
+        self._snapshot: ProbabilitySnapshot | None = None
         # `_target_seconds[n]` are those of the target's pass if n nodes of each row are verified.
-        self._target_seconds = _target_seconds(latency.target, max(rows, pass_rows), self.max_nodes, is_padded)
+        self._target_seconds = _target_seconds_by_nodes(latency.target, max(rows, pass_rows), self.max_nodes, is_padded)
         self.min_probability = _min_probability(self._target_seconds)
         # `_pass_seconds[n - 1]` are those of a further pass over n nodes of each row.
-        self._pass_seconds = _pass_seconds(latency.draft, rows)
+        self._pass_seconds = _pass_seconds_by_width(latency.draft, rows)
         self._draft_seconds = latency.draft.draft_seconds([rows])  # of the draft so far; at first of one level
 
-    def first_plan(self, growth: Growth, k: int) -> Plan | None:
-        levels = min(_levels_after_first(growth, k), growth.levels_per_sync)
-        if not levels or growth.levels_per_sync == 1:  # a synchronization is free
+    def plan_without_sync(self, builder: TreeBuilder, k: int) -> ExpansionPlan | None:
+        levels = min(_levels_after_first(builder, k), builder.levels_per_sync)
+        if not levels or builder.levels_per_sync == 1:  # a synchronization is free
             return None
-        width = min(len(self._pass_seconds), growth.children)
+        width = min(len(self._pass_seconds), builder.children)
         # An optimistic estimate, before the host has any probability: the tokens of all candidates of each level in
         # the time of verifying one node for each level.
         passes_ahead = np.arange(1 + levels)
         nodes = np.minimum(1 + passes_ahead, self.max_nodes)
-        tokens = self._emitting_rows + self._rows * self._estimator.expected_of_draft(1 + levels)
+        tokens = self._num_active_rows + self._rows * self._estimator.expected_of_draft(1 + levels)
         seconds = self._target_seconds[nodes] + self._draft_seconds + passes_ahead * self._pass_seconds[width - 1]
         passes = fastest(tokens, seconds)
         if passes > 2:  # so that there are few different plans, since each is captured
             passes = levels
-        return Plan(passes, width) if passes else None
+        return ExpansionPlan(passes, width) if passes else None
 
-    def _plan_next(self, growth: Growth, k: int) -> Plan | None:
-        self._snapshot = growth.read_probabilities()
-        width = self._fastest_width(self._snapshot, growth)
+    def _plan_with_sync(self, builder: TreeBuilder, k: int) -> ExpansionPlan | None:
+        self._snapshot = builder.read_probabilities()
+        width = self._fastest_width(self._snapshot, builder)
         if not width:
             return None
-        if growth.levels_per_sync == 1:
-            return Plan(1, width)
+        if builder.levels_per_sync == 1:
+            return ExpansionPlan(1, width)
         # `width` only decides whether there is a plan: the plan has the largest width, so that few graphs are captured.
-        passes = min(growth.levels_per_sync, k - growth.levels)
-        return Plan(passes, min(len(self._pass_seconds), growth.children))
+        passes = min(builder.levels_per_sync, k - builder.num_levels)
+        return ExpansionPlan(passes, min(len(self._pass_seconds), builder.children))
 
-    def record_passes(self, plan: Plan) -> None:
+    def record_passes(self, plan: ExpansionPlan) -> None:
         self._draft_seconds += plan.num_passes * float(self._pass_seconds[plan.expansion_width - 1])
         self._levels.expanded_width = plan.expansion_width
 
-    def _fastest_width(self, snapshot: Snapshot, growth: Growth) -> int:
+    def _fastest_width(self, snapshot: ProbabilitySnapshot, builder: TreeBuilder) -> int:
         """How many nodes of each row the next pass expands for the most expected tokens per second; 0 for no pass.
 
-        A width of n means the n most probable candidates of the last level. Its probabilities are counted for the
-        estimator.
+        A width of n means the n most probable candidates of the last level. Side effect: the level is added to
+        `_levels`, for the estimator.
         """
-        most = max(0, min(len(self._pass_seconds), self.max_nodes - growth.expanded))
+        most = max(0, min(len(self._pass_seconds), self.max_nodes - builder.num_expanded))
         expansion_probability = snapshot.expansion_probability[:, :most]
         widths = int(np.count_nonzero(expansion_probability.sum(axis=0)))  # so many candidates of some row
         if not widths or not snapshot.may_improve(self.max_nodes):
@@ -212,52 +213,53 @@ class FastestTreeSizer(TreeSizer):
         # `[rows, widths]` the probability that one of the nodes of each width is accepted; then the same, given that
         # one of the nodes expanded before is.
         reached = expansion_probability[:, :widths].cumsum(axis=1)
-        conditional = self._levels.add(growth.levels, reached, snapshot.expansion_probability.sum(axis=1))
+        conditional = self._levels.add(builder.num_levels, reached, snapshot.expansion_probability.sum(axis=1))
         # Without a further pass: tokens and seconds of the step if 0, 1, … of the present nodes are verified.
         probability = self._estimator.scaled(snapshot.probability[:, : self.max_nodes]).sum(axis=0)
-        tokens = np.concatenate([[self._emitting_rows], probability]).cumsum()
+        tokens = np.concatenate([[self._num_active_rows], probability]).cumsum()
         seconds = self._target_seconds[: len(tokens)] + self._draft_seconds
         verified = fastest(tokens, seconds)
         # If further passes follow, at least as many present nodes count as verified as one path has.
-        present = min(max(verified, growth.levels), len(tokens) - 1)
-        gains, seconds_ahead = self._further_levels(growth, present, reached, conditional)
+        verified_if_extended = min(max(verified, builder.num_levels), len(tokens) - 1)
+        gains, seconds_ahead = self._further_levels(builder, verified_if_extended, reached, conditional)
         # Choice 0 is no further pass, choice 1 + i the i-th of `[2, levels, widths]`, whose last axis is the width.
-        all_tokens = np.append(tokens[verified], tokens[present] + gains)
+        all_tokens = np.append(tokens[verified], tokens[verified_if_extended] + gains)
         all_seconds = np.append(seconds[verified], seconds_ahead)
         choice = fastest(all_tokens, all_seconds, margin=MIN_GAIN)
         return 1 + (choice - 1) % widths if choice else 0
 
     def _further_levels(
-        self, growth: Growth, present: int, reached: Floats, conditional: Floats
+        self, builder: TreeBuilder, num_present: int, reached: Floats, conditional: Floats
     ) -> tuple[Floats, Floats]:
         """Expected tokens of 1, 2, … further levels, and seconds of the step with them: `[2, levels, widths]` each.
 
-        Axis 0: only the expanded nodes of each level are verified, or all of its candidates; in both cases beside
-        `present` nodes. All numbers of levels are compared, as the second draft token may cost far less than the first
-        one, and a run of certain tokens is faster only as a whole.
+        `[0]`: of each further level only the nodes to expand are verified; `[1]`: all of its candidates. `num_present`
+        nodes of the present levels are verified in both cases. All numbers of levels are compared, as the second draft
+        token may cost far less than the first one, and a run of certain tokens is faster only as a whole.
         """
         widths = np.arange(1, 1 + reached.shape[1])
-        levels = np.arange(1, 1 + max(1, max(growth.max_depths) - growth.levels))[:, None]
-        below = self._estimator.expected(conditional, len(levels))  # [2, levels, rows, widths] if a node is accepted
-        gains = (below * self._estimator.scaled(reached)).sum(axis=2)
+        levels = np.arange(1, 1 + max(1, max(builder.max_depths) - builder.num_levels))[:, None]
+        # [2, levels, rows, widths] if a node is accepted
+        expected_below = self._estimator.expected(conditional, len(levels))
+        gains = (expected_below * self._estimator.scaled(reached)).sum(axis=2)
         expanded = levels * widths
-        nodes = np.minimum(present + np.stack([expanded, growth.children * expanded]), self.max_nodes)
+        nodes = np.minimum(num_present + np.stack([expanded, builder.children * expanded]), self.max_nodes)
         seconds = self._target_seconds[nodes] + self._draft_seconds + levels * self._pass_seconds[: len(widths)]
-        seconds[:, growth.expanded + expanded > self.max_nodes] = inf  # more than a tree may have
+        seconds[:, builder.num_expanded + expanded > self.max_nodes] = inf  # more than a tree may have
         return gains, seconds
 
     def record_levels(self) -> None:
         self._estimator.record_levels(self._levels)
 
-    def num_verified(self, growth: Growth) -> int:
-        if self._snapshot is None or self._snapshot.levels < growth.levels:
-            self._snapshot = growth.read_probabilities()
+    def num_verified(self, builder: TreeBuilder) -> int:
+        if self._snapshot is None or self._snapshot.num_levels < builder.num_levels:
+            self._snapshot = builder.read_probabilities()
         probability = self._estimator.scaled(self._snapshot.probability[:, : self.max_nodes])
         return self.num_verified_of(probability.tolist(), self._draft_seconds)
 
-    def num_verified_of(self, paths: PathProbabilities, draft_seconds: float = 0.0, wants_q: bool = False) -> int:
-        gains = paths[0] if len(paths) == 1 else map(sum, zip_longest(*paths, fillvalue=0.0))
-        tokens = np.cumsum([self._emitting_rows, *gains], dtype=float)[: len(self._target_seconds)]
+    def num_verified_of(self, probability: PathProbabilities, draft_seconds: float = 0.0, wants_q: bool = False) -> int:
+        gains = probability[0] if len(probability) == 1 else map(sum, zip_longest(*probability, fillvalue=0.0))
+        tokens = np.cumsum([self._num_active_rows, *gains], dtype=float)[: len(self._target_seconds)]
         seconds = self._target_seconds[: len(tokens)] + draft_seconds
         if wants_q:
             falls = np.flatnonzero(np.diff(tokens / seconds) < 0)
@@ -268,26 +270,26 @@ class FastestTreeSizer(TreeSizer):
         return self._draft_latency.draft_seconds(passes)
 
 
-def _levels_after_first(growth: Growth, k: int) -> int:
+def _levels_after_first(builder: TreeBuilder, k: int) -> int:
     """How many levels may follow the first level.
 
     They are rounded up to a multiple of `levels_per_sync`, but not beyond depth `k`: where passes are captured, drafts
     near the end of a text, which are less deep than `k`, then use the same graphs as other drafts.
     """
-    levels = max(growth.max_depths) - 1
-    per_sync = growth.levels_per_sync
+    levels = max(builder.max_depths) - 1
+    per_sync = builder.levels_per_sync
     return min(k - 1, -(-levels // per_sync) * per_sync) if levels > 0 else 0
 
 
 @lru_cache(maxsize=64)
-def _target_seconds(target: CostCurve, rows: int, nodes: int, is_padded: bool) -> Floats:
+def _target_seconds_by_nodes(target: CostCurve, rows: int, nodes: int, is_padded: bool) -> Floats:
     """Seconds of the target's pass by the nodes of each row, from 0 on."""
     tokens = [padded_tokens(1 + count) if is_padded else 1 + count for count in range(nodes + 1)]
     return np.array([target.seconds_of(rows * count) for count in tokens])
 
 
 def _min_probability(seconds: Floats) -> float:
-    """The least path probability of a node that a search adds, by the target's seconds T(n) for n nodes.
+    """The least path probability of a node in best-first search, by the target's seconds T(n) for n nodes.
 
     A node with path probability p raises tokens per second only if p > (T(n + 1) - T(n)) / T(n + 1), a lower bound,
     since a step emits at least one token per row. Where padding makes this bound 0, `MIN_NODE_PROBABILITY` counts.
@@ -296,7 +298,7 @@ def _min_probability(seconds: Floats) -> float:
 
 
 @lru_cache(maxsize=64)
-def _pass_seconds(latency: DraftLatency, rows: int) -> Floats:
+def _pass_seconds_by_width(latency: DraftLatency, rows: int) -> Floats:
     """Seconds of the drafter's pass by the nodes of each row, from 1 on."""
     seconds = [latency.pass_seconds(rows * width) for width in range(1, 1 + MAX_EXPANSION_WIDTH)]
     return np.maximum.accumulate(seconds)  # a wider pass is never assumed to be faster
@@ -320,7 +322,7 @@ def tree_sizer(
     if isinstance(tree, int):
         return FixedTreeSizer(tree)
     rows = max(1, sum(depth > 0 for depth in depths))
-    emitting_rows = sum(not batch.state.has_ended(row) for row in range(batch.state.batch))
+    num_active_rows = sum(not batch.state.has_ended(row) for row in range(batch.state.batch))
     # A captured pass over 2 tokens is padded to 4, so `pass_shape(2)` tells whether passes are padded.
     pass_rows, padded_tokens_of_two = batch.pass_shape(2)
     pads_passes = padded_tokens_of_two > 2
@@ -330,4 +332,4 @@ def tree_sizer(
         return FixedTreeSizer(children=1, may_end_early=may_end_early)
     if single_pass_tokens:  # the whole draft takes one pass, and each further level nothing
         step = step._replace(draft=DraftLatency(overhead=step.draft.draft_seconds([rows * single_pass_tokens])))
-    return FastestTreeSizer(step, rows, pass_rows, emitting_rows, pads_passes, estimator)
+    return FastestTreeSizer(step, rows, pass_rows, num_active_rows, pads_passes, estimator)

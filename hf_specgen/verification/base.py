@@ -263,7 +263,7 @@ class Nodes(NamedTuple):
         """The tensors on a device; slot 0 is a row's last token, slot ``i + 1`` its node ``i``."""
         padded = [[*(parent + 1 for parent in row), *[-1] * (tree.nodes - len(row))] for row in tree.parents]
         parents = torch.tensor(padded, dtype=torch.long, device=device)
-        tokens = torch.tensor(tree.token_lists(), dtype=torch.long) if tree.includes_rejected else tree.tokens
+        tokens = torch.tensor(tree.token_lists(), dtype=torch.long) if tree.keeps_placeholders else tree.tokens
         tokens = tokens.to(device)
         return cls(tokens.clamp(min=0), parents.clamp(min=0), (parents >= 0) & (tokens >= 0))
 

@@ -12,7 +12,7 @@ import torch
 
 from hf_specgen import decoding
 from hf_specgen.call import GenerationState
-from hf_specgen.candidates.growth import Growth
+from hf_specgen.candidates.tree_builder import TreeBuilder
 from hf_specgen.device_tree import NO_NODE
 from hf_specgen.targets import self_check
 from hf_specgen.targets.cache import RaggedCache
@@ -35,7 +35,7 @@ accepted_path = vars(verification)["accepted_path"]
 along = vars(verification)["_along"]
 positions = RowLayout.positions
 noise_at = NoiseBuffer.at
-values_of = Growth._values
+values_of = TreeBuilder._values
 keep_accepted = RaggedCache.keep_accepted
 from_dynamic = RaggedCache.from_dynamic
 prefix = GenerationState.prefix
@@ -160,7 +160,7 @@ _PLACES: dict[str, tuple[Any, str, Any]] = {
     "wrong positions in half precision": (RowLayout, "positions", _positions_off_by_one),
     "state shared by threads": (GenerationState, "append", _token_of_another_thread),
     "ids of drafts not checked": (decoding, "checked_draft", lambda draft, *_: draft),
-    "scores of drafts not checked": (Growth, "_values", _values_with_nan),
+    "scores of drafts not checked": (TreeBuilder, "_values", _values_with_nan),
 }
 MUTATIONS = {name: lambda place=place: mock.patch.object(*place) for name, place in _PLACES.items()}
 """Each makes a context in which the package has that fault."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_specgen.candidates.acceptance_estimator import START, STATES, AcceptanceEstimator, DraftLevels
-from hf_specgen.candidates.growth import Growth
+from hf_specgen.candidates.tree_builder import TreeBuilder
 from hf_specgen.candidates.tree_size import FastestTreeSizer
 from hf_specgen.depth import CostCurve, LatencyModel
 
@@ -67,20 +67,20 @@ def test_drafts_go_as_far_as_a_run_of_certain_tokens(probability: float, least: 
     depths = []
     for _ in range(4):
         sizer = FastestTreeSizer(latency.at(1, 256), estimator=estimator)
-        growth = Growth([32], 2, torch.tensor([[3]]))
-        add_level(growth, probability)
-        while (plan := sizer.next_plan(growth, 32)) is not None:
+        builder = TreeBuilder([32], 2, torch.tensor([[3]]))
+        add_level(builder, probability)
+        while (plan := sizer.next_plan(builder, 32)) is not None:
             assert plan.num_passes == 1
             sizer.record_passes(plan)
-            growth.select_frontier(plan.expansion_width)
-            add_level(growth, probability, plan.expansion_width)
+            builder.select_frontier(plan.expansion_width)
+            add_level(builder, probability, plan.expansion_width)
         sizer.record_levels()
-        depths.append(sizer.num_verified(growth))
+        depths.append(sizer.num_verified(builder))
     assert least <= depths[-1] <= most
 
 
-def add_level(growth: Growth, probability: float, width: int = 1) -> None:
+def add_level(builder: TreeBuilder, probability: float, width: int = 1) -> None:
     """Add two candidates after each of the nodes that were expanded."""
     shape = (1, width, 2)
     chances: Any = torch.tensor([probability, (1 - probability) / 2])
-    growth.add(torch.arange(2).expand(shape), chances.log().expand(shape))
+    builder.add(torch.arange(2).expand(shape), chances.log().expand(shape))

@@ -141,7 +141,7 @@ def path_logits(model: torch.nn.Module, text: torch.Tensor, tokens: list[int], p
 
 
 def frontiers(width: int) -> Iterator[Frontier]:
-    """The three levels of `TREES`, or of the chains of their first nodes, as `Growth` expands them."""
+    """The three levels of `TREES`, or of the chains of their first nodes, as `TreeBuilder` expands them."""
     device = torch.device("cpu")
     ancestors = Ancestors(2, 1, device)
     depths = [0]

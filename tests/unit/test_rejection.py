@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 
 from hf_specgen import DraftTree, VerificationResult, Verifier
-from hf_specgen.candidates.growth import Growth
+from hf_specgen.candidates.tree_builder import TreeBuilder
 from hf_specgen.tree import Parents, children
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, rejection
 from hf_specgen.verification.base import Nodes, PathSession
@@ -343,9 +343,9 @@ def reference_path_weights(
 
 def test_tree_without_nodes_from_a_device_can_be_indexed_by() -> None:
     """Would catch: float indices of a draft whose levels were expanded, and of which no node is verified."""
-    growth = Growth([2], 2, torch.tensor([[4]]))
-    growth.add(torch.tensor([[[5, 6]]]), torch.tensor([[[0.6, 0.3]]]).log())
-    tree, _ = growth.best_with_expanded(0, expanded_first=True)
+    builder = TreeBuilder([2], 2, torch.tensor([[4]]))
+    builder.add(torch.tensor([[[5, 6]]]), torch.tensor([[[0.6, 0.3]]]).log())
+    tree, _ = builder.best_with_expanded(0, expanded_first=True)
     nodes = Nodes.of_tree(tree, torch.device("cpu"))
-    assert tree.includes_rejected and nodes.tokens.shape == (1, 0)
+    assert tree.keeps_placeholders and nodes.tokens.shape == (1, 0)
     assert torch.zeros(1, 1, 9)[:, nodes.parents[0], nodes.tokens[0]].shape == (1, 0)

@@ -13,8 +13,8 @@ from hf_specgen.candidates.acceptance import MAX_PROBABILITY, MIN_PROBABILITY, c
 from hf_specgen.candidates.acceptance_estimator import AcceptanceEstimator
 from hf_specgen.candidates.best_first import SearchLimits, best_first
 from hf_specgen.candidates.captured_levels import CandidateProposer
-from hf_specgen.candidates.growth import LEVELS_PER_SYNC, Growth
 from hf_specgen.candidates.one_pass import Ranked, best_combinations
+from hf_specgen.candidates.tree_builder import LEVELS_PER_SYNC, TreeBuilder
 from hf_specgen.candidates.tree_size import FastestTreeSizer, FixedTreeSizer, TreeSizer
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.device_tree import DeviceTree, Frontier
@@ -60,8 +60,8 @@ def test_best_combinations_any_size_has_the_highest_expected_length(acceptance: 
 
 
 @dataclass
-class ReferenceGrowth:
-    """Slow reference of `Growth` for one row: lists, one candidate after the other."""
+class ReferenceTreeBuilder:
+    """Slow reference of `TreeBuilder` for one row: lists, one candidate after the other."""
 
     limit: int
     depth: int = 0
@@ -102,8 +102,8 @@ def acceptance_of(random: np.random.Generator, rows: int, nodes: int, children: 
     return torch.from_numpy(-np.sort(-drawn, axis=-1)).float().clamp(min=1e-3, max=0.999)
 
 
-def new_growth(depths: list[int], children: int) -> Growth:
-    return Growth(depths, children, torch.full((len(depths), 1), 3))
+def new_builder(depths: list[int], children: int) -> TreeBuilder:
+    return TreeBuilder(depths, children, torch.full((len(depths), 1), 3))
 
 
 @given(
@@ -114,7 +114,7 @@ def new_growth(depths: list[int], children: int) -> Growth:
     st.booleans(),
     st.sampled_from([(), (1, 2, 3), (3,)]),
 )
-def test_growth_agrees_with_the_reference(
+def test_tree_builder_agrees_with_the_reference(
     seed: int, rows: int, width: int, size: int, expanded_first: bool, structures: tuple[int, ...]
 ) -> None:
     """Would catch: a node without its parent, a depth limit that is ignored, wrong probabilities or structures.
@@ -124,12 +124,12 @@ def test_growth_agrees_with_the_reference(
     random = np.random.default_rng(seed)
     limits = random.integers(0, 5, rows).tolist()
     limits[0] = 4
-    growth, references = new_growth(limits, 4), [ReferenceGrowth(limit) for limit in limits]
+    builder, references = new_builder(limits, 4), [ReferenceTreeBuilder(limit) for limit in limits]
     unique, paths = iter(range(10**6)), [[()] for _ in limits]
     for level in range(4):
         nodes = width if level else 1
         if level:
-            frontier = growth.select_frontier(width)
+            frontier = builder.select_frontier(width)
             above = frontier.gather_parents(torch.arange(width if level > 1 else 1).expand(rows, -1))
             new = zip(above.tolist(), frontier.tokens.tolist(), strict=True)
             paths = [[(*paths[row][at], one) for at, one in zip(*pair, strict=True)] for row, pair in enumerate(new)]
@@ -143,14 +143,14 @@ def test_growth_agrees_with_the_reference(
         tokens = torch.tensor([[[next(unique) for _ in range(4)] for _ in range(nodes)] for _ in range(rows)])
         acceptance = acceptance_of(random, rows, nodes, 4)
         is_nan = torch.from_numpy(random.random(acceptance.shape) < 0.1)
-        growth.add(tokens, acceptance.log().masked_fill(is_nan, torch.nan))
+        builder.add(tokens, acceptance.log().masked_fill(is_nan, torch.nan))
         acceptance = acceptance.masked_fill(is_nan, 0.0)
         for row, slow in enumerate(references):
             used = len(slow.frontier)
             slow.add(tokens[row].tolist()[:used], acceptance[row].tolist()[:used])
-    tree = growth.best(size)
+    tree = builder.best(size)
     if expanded_first:
-        tree, _ = growth.best_with_expanded(max(size, growth.expanded), expanded_first)
+        tree, _ = builder.best_with_expanded(max(size, builder.num_expanded), expanded_first)
     _check_structure(tree)
     for row, slow in enumerate(references):
         chosen = {reference.path(tree, row, node) for node, p in enumerate(tree.probability[row]) if p > 1e-20}
@@ -189,23 +189,25 @@ def _check_structure(tree: DeviceTree) -> None:
         assert torch.equal(tree.structure().ancestors[row, block, block], host.ancestors[row, block, block])
 
 
-def _grown(growth: Growth, sizer: TreeSizer, chances: list[float], passes: list[int] | None = None) -> Growth:
+def _grown(
+    builder: TreeBuilder, sizer: TreeSizer, chances: list[float], passes: list[int] | None = None
+) -> TreeBuilder:
     """Grow a tree whose nodes all have children with these probabilities."""
 
     def add(width: int) -> None:
-        shape = (len(growth.max_depths), width, len(chances))
+        shape = (len(builder.max_depths), width, len(chances))
         log_acceptance = torch.tensor(chances).log().expand(shape)
-        growth.add(torch.arange(len(chances)).expand(shape), log_acceptance)
+        builder.add(torch.arange(len(chances)).expand(shape), log_acceptance)
 
     add(1)
-    while (plan := sizer.next_plan(growth, max(growth.max_depths))) is not None:
+    while (plan := sizer.next_plan(builder, max(builder.max_depths))) is not None:
         sizer.record_passes(plan)
         for width in [plan.expansion_width] * plan.num_passes:
-            growth.select_frontier(width)
+            builder.select_frontier(width)
             add(width)
             if passes is not None:
                 passes.append(width)
-    return growth
+    return builder
 
 
 def curve(draft_token: float, slope: float) -> LatencyModel:
@@ -217,21 +219,21 @@ def test_fastest_size_no_other_number_of_nodes_is_faster(slope: float, draft_tok
     """Would catch: a tree sized without regard to what a node costs."""
     latency, passes = curve(draft_token, slope).at(1, 100), list[int]()
     sizer = FastestTreeSizer(latency)
-    growth = _grown(new_growth([6], 4), sizer, [0.5, 0.2, 0.1, 0.05], passes)
+    builder = _grown(new_builder([6], 4), sizer, [0.5, 0.2, 0.1, 0.05], passes)
     spent = latency.draft.draft_seconds([1, *passes])
-    probability = growth.read_probabilities().probability[0, :64]
+    probability = builder.read_probabilities().probability[0, :64]
     tokens = [1 + probability[:count].sum() for count in range(len(probability) + 1)]
     rates = [one / (latency.target.seconds_of(1.0 + count) + spent) for count, one in enumerate(tokens)]
-    assert sizer.num_verified(growth) == int(np.argmax(rates))
+    assert sizer.num_verified(builder) == int(np.argmax(rates))
 
 
 @pytest.mark.parametrize("probability", [[[0.9, 0.5, 0.2, 0.1]], [[0.6, 0.1], [], [0.9, 0.8, 0.7, 0.02]], [[]]])
 @pytest.mark.parametrize(
-    ("drafting", "is_padded", "pass_rows", "emitting_rows"),
+    ("drafting", "is_padded", "pass_rows", "num_active_rows"),
     [(0.0, False, 0, 0), (0.5, False, 0, 0), (0.0, True, 0, 0), (0.0, True, 16, 0), (0.0, False, 16, 16)],
 )
 def test_fastest_size_of_grown_trees_no_other_number_of_nodes_is_faster(
-    probability: Any, drafting: float, is_padded: bool, pass_rows: int, emitting_rows: int
+    probability: Any, drafting: float, is_padded: bool, pass_rows: int, num_active_rows: int
 ) -> None:
     """Would catch: rows added up at the wrong nodes, the passes of the drafter forgotten or counted twice; padding.
 
@@ -241,11 +243,11 @@ def test_fastest_size_of_grown_trees_no_other_number_of_nodes_is_faster(
     latency = curve(0.05, 0.1).at(1, 100)
     rates = []
     for count in range(max(map(len, probability)) + 1):
-        tokens = max(len(probability), emitting_rows) + sum(sum(row[:count]) for row in probability)
+        tokens = max(len(probability), num_active_rows) + sum(sum(row[:count]) for row in probability)
         width = padded_tokens(1 + count) if is_padded else 1 + count
         rows = max(len(probability), pass_rows)
         rates.append(tokens / (latency.target.seconds_of(float(rows * width)) + drafting))
-    sizer = FastestTreeSizer(latency, len(probability), pass_rows, emitting_rows, is_padded)
+    sizer = FastestTreeSizer(latency, len(probability), pass_rows, num_active_rows, is_padded)
     count = sizer.num_verified_of(probability, drafting)
     assert count == int(np.argmax(rates))
 
@@ -255,8 +257,8 @@ def test_fastest_size_certain_text_grows_deep_and_uncertain_text_wide() -> None:
     depths, widths = [], []
     for first in (0.97, 0.3):
         sizer = FastestTreeSizer(curve(0.05, 0.002).at(1, 100))
-        growth = _grown(new_growth([16], 4), sizer, [first, *[(1 - first) / 4] * 3])
-        tree = growth.best(sizer.num_verified(growth))
+        builder = _grown(new_builder([16], 4), sizer, [first, *[(1 - first) / 4] * 3])
+        tree = builder.best(sizer.num_verified(builder))
         depths.append(max(tree.depths(0)))
         widths.append(tree.nodes / depths[-1])
     assert depths[0] > depths[1] + 3
@@ -268,12 +270,12 @@ def test_best_with_expanded_nodes_leaves_none_of_them_out() -> None:
 
     By probability the siblings of the first node come before the nodes below it.
     """
-    growth, tokens = new_growth([4], 3), iter(range(100))
+    builder, tokens = new_builder([4], 3), iter(range(100))
     for level in range(3):
         if level:
-            growth.select_frontier(1)
-        growth.add(torch.tensor([[[next(tokens) for _ in range(3)]]]), torch.full((1, 1, 3), 0.3).log())
-    trees = [growth.best(3), growth.best_with_expanded(3, expanded_first=False)[0]]
+            builder.select_frontier(1)
+        builder.add(torch.tensor([[[next(tokens) for _ in range(3)]]]), torch.full((1, 1, 3), 0.3).log())
+    trees = [builder.best(3), builder.best_with_expanded(3, expanded_first=False)[0]]
     assert {0, 3} <= set(trees[1].token_lists()[0]) and 3 not in trees[0].token_lists()[0]
 
 
@@ -283,10 +285,10 @@ def test_fastest_size_on_an_accelerator_reads_rarely(monkeypatch: Any, is_cpu: b
     read, to_host, passes = list[Any](), torch.Tensor.cpu, list[int]()
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: (read.append(tensor), to_host(tensor))[1])
     monkeypatch.setattr(torch.Tensor, "is_cpu", is_cpu)
-    growth = new_growth([16], 4)
+    builder = new_builder([16], 4)
     sizer = FastestTreeSizer(curve(0.02, 0.002).at(1, 100))
-    _grown(growth, sizer, [0.97, 0.01, 0.01, 0.01], passes)
-    sizer.num_verified(growth)
+    _grown(builder, sizer, [0.97, 0.01, 0.01, 0.01], passes)
+    sizer.num_verified(builder)
     assert len(passes) == 15 and len(read) == reads
     assert is_cpu or max(passes[: LEVELS_PER_SYNC - 1]) == 4, "all children, where nothing was read"
 
@@ -301,7 +303,7 @@ def test_fastest_size_passes_before_the_first_read_are_the_fastest_number(monkey
     tokens = [1 + float(accepted) for accepted in AcceptanceEstimator().expected_of_draft(1 + LEVELS_PER_SYNC)]
     seconds = [1 + 0.05 * (1 + passes) + draft_token * (1 + passes) for passes in range(1 + LEVELS_PER_SYNC)]
     best = int(np.argmax(np.array(tokens) / seconds))
-    plan = FastestTreeSizer(curve(draft_token, 0.05).at(1, 100)).first_plan(new_growth([16], 4), 16)
+    plan = FastestTreeSizer(curve(draft_token, 0.05).at(1, 100)).plan_without_sync(new_builder([16], 4), 16)
     assert (0 if plan is None else plan.num_passes) == (LEVELS_PER_SYNC if best > 2 else best)
 
 
@@ -312,19 +314,19 @@ def test_fixed_size_reads_after_some_levels_and_stops_when_no_better_node_can_co
     """Would catch: passes of the drafter that cannot change the tree."""
     monkeypatch.setattr(torch.Tensor, "is_cpu", is_cpu)
     passes: list[int] = []
-    _grown(new_growth([64], 3), FixedTreeSizer(4), [0.3, 0.2, 0.1], passes)
+    _grown(new_builder([64], 3), FixedTreeSizer(4), [0.3, 0.2, 0.1], passes)
     assert len(passes) == count
     passes.clear()
-    _grown(new_growth([3], 3), FixedTreeSizer(40), [0.5, 0.3, 0.1], passes)
+    _grown(new_builder([3], 3), FixedTreeSizer(40), [0.5, 0.3, 0.1], passes)
     assert len(passes) == 2, "as deep as the draft may be"
-    chain = new_growth([9], 1)
+    chain = new_builder([9], 1)
     assert FixedTreeSizer(children=1).num_verified(chain) == 9
 
 
 def test_chains_of_rows_with_different_limits_are_cut_to_them() -> None:
     """Would catch: a token beyond the depth of its row, whose position the model may not have."""
-    growth = _grown(new_growth([3, 0, 1], 1), FixedTreeSizer(children=1), [0.5])
-    tree, source = growth.best_with_expanded(3, expanded_first=False)
+    builder = _grown(new_builder([3, 0, 1], 1), FixedTreeSizer(children=1), [0.5])
+    tree, source = builder.best_with_expanded(3, expanded_first=False)
     assert tree.is_chain and tree.parents == ((-1, 0, 1), (), (-1,)) and source.tolist() == [[0, 1, 2]] * 3
     assert tree.token_lists() == [[0, 0, 0], [-1, -1, -1], [0, -1, -1]], "-1 is never the token of the target"
     assert tree.probability[0] == pytest.approx((0.5, 0.25, 0.125))
@@ -334,8 +336,8 @@ def test_chains_of_rows_with_different_limits_are_cut_to_them() -> None:
 @pytest.mark.parametrize(("children", "expanded_first"), [(1, False), (3, False), (3, True)])
 def test_padded_tree_has_the_same_nodes_and_tokens_that_a_model_has(children: int, expanded_first: bool) -> None:
     """Would catch: padding that is no token, which the target cannot embed; padding that counts as nodes."""
-    growth = _grown(new_growth([2], children), FixedTreeSizer(4, children), [0.5, 0.3, 0.1][:children])
-    tree = growth.best_with_expanded(4, expanded_first)[0] if expanded_first else growth.best(4)
+    builder = _grown(new_builder([2], children), FixedTreeSizer(4, children), [0.5, 0.3, 0.1][:children])
+    tree = builder.best_with_expanded(4, expanded_first)[0] if expanded_first else builder.best(4)
     padded = tree.padded(9)
     inputs = padded.step_tokens([3], torch.device("cpu"))
     assert inputs.tolist() == [[3, *tree.tokens[0].tolist(), *[0] * (9 - tree.nodes)]]

@@ -7,8 +7,8 @@ synchronization.
 All tokens that were proposed are *candidates*; the children of a node are a *group*. Candidates that a pass of the
 drafter has run on are *expanded*; their *expansion index* counts them in that order, and is 0 for the row's last token.
 Group n + 1 has the children of expansion index n. Group 0 is the row's last token and `children - 1` padding entries.
-A *candidate index* counts the entries of all groups, group 0 included; `Growth.candidates` excludes group 0. A row
-whose last token is t, with two children of each node, after two passes that expanded b (1), then c (2) and d (3)::
+A *candidate index* counts the entries of all groups, group 0 included; `num_candidates` excludes group 0. A row whose
+last token is t, with two children of each node, after two passes that expanded b (1), then c (2) and d (3)::
 
     t ─┬─ a                     group      0  0 | 1  1 | 2  2 | 3  3   4  4     by candidate index 0, 1, 2, …
        └─ b ─┬─ c ─┬─ e         token      t  . | a  b | c  d | e  f   g  h     bars separate levels
@@ -36,16 +36,16 @@ from hf_specgen.candidates.level_tensors import Expansion, LevelTensors, TreeLev
 from hf_specgen.device_tree import (
     DEPTH,
     EXPANSION_INDEX,
+    LOG_PATH,
     NO_NODE,
     PARENT,
-    PATH,
     PLANES,
     TOKEN,
     Ancestors,
     DeviceTree,
     Floats,
     Frontier,
-    Selection,
+    NodeSelection,
     probability_of,
 )
 from hf_specgen.targets.cache import padded_tokens
@@ -58,8 +58,8 @@ NOT_EXPANDABLE_PENALTY = 1e4
 UNEXPANDED = -2  # the expansion index of a candidate that was not expanded
 
 
-class Growth:
-    """Draft trees that grow by one level at a time.
+class TreeBuilder:
+    """Builds the draft trees of one step, level by level, as tensors on the drafter's device.
 
     Args:
         max_depths: the maximum depth of each row's tree; 0 for a row without a draft.
@@ -68,18 +68,18 @@ class Growth:
         depths_on_device: `[rows, 1]` the `max_depths`: needed if levels may exceed all of them, as captured ones may.
 
     Example:
-        >>> growth = Growth([2], children=2, last_tokens=torch.tensor([[4]]))
-        >>> growth.add(torch.tensor([[[5, 6]]]), torch.tensor([[[0.6, 0.3]]]).log())
-        >>> growth.select_frontier(1).tokens.tolist()  # the most likely node is expanded first
+        >>> builder = TreeBuilder([2], children=2, last_tokens=torch.tensor([[4]]))
+        >>> builder.add(torch.tensor([[[5, 6]]]), torch.tensor([[[0.6, 0.3]]]).log())
+        >>> builder.select_frontier(1).tokens.tolist()  # the most likely node is expanded first
         [[5]]
-        >>> growth.add(torch.tensor([[[7, 8]]]), torch.tensor([[[0.9, 0.1]]]).log())
-        >>> tree = growth.best(3)  # of 4 nodes: 5, then 7 below it (0.54), then 6 (0.3)
+        >>> builder.add(torch.tensor([[[7, 8]]]), torch.tensor([[[0.9, 0.1]]]).log())
+        >>> tree = builder.best(3)  # of 4 nodes: 5, then 7 below it (0.54), then 6 (0.3)
         >>> tree.token_lists(), tree.parents
         ([[5, 7, 6]], ((-1, 0, -1),))
     """
 
     _expansion_scores: Tensor
-    """`[rows, last level]` log path probabilities by which the last level is expanded; set by `add` and `extend`."""
+    """`[rows, last level]` log path probabilities by which the last level is expanded."""
 
     def __init__(
         self, max_depths: Sequence[int], children: int, last_tokens: Tensor, depths_on_device: Tensor | None = None
@@ -87,8 +87,8 @@ class Growth:
         self.max_depths = list(max_depths)
         self.children = children
         self.last_tokens = last_tokens
-        self.levels = 0  # levels of candidates so far, which is also the depth of the last level
-        self.expanded = 0  # how many nodes of each row are expanded so far
+        self.num_levels = 0  # levels of candidates so far, which is also the depth of the last level
+        self.num_expanded = 0  # how many nodes of each row are expanded so far
         self.drafting_rows = sum(depth > 0 for depth in max_depths)
         self.levels_per_sync = 1 if last_tokens.is_cpu else LEVELS_PER_SYNC
         self.max_depths_on_device = depths_on_device
@@ -101,7 +101,7 @@ class Growth:
         self._level_tensors: list[LevelTensors] = []  # the first `_num_packed` levels, packed
         self._num_packed = 0
         # The best nodes, if a captured function has made the last levels, and their values once the host has read them.
-        self._selection: Selection | None = None
+        self._selection: NodeSelection | None = None
         self._host_values: Floats | None = None
         self._constants_of_end: Constants | None = None  # in a captured function, of the tree after all of its levels
 
@@ -111,9 +111,9 @@ class Growth:
         return self.last_tokens.device
 
     @property
-    def candidates(self) -> int:
+    def num_candidates(self) -> int:
         """How many candidates each row has."""
-        return self.children * (1 + self.expanded)
+        return self.children * (1 + self.num_expanded)
 
     @property
     def last_level_size(self) -> int:
@@ -129,17 +129,17 @@ class Growth:
                 it reached the node; below 0, so that every node is less likely than its parent.
             may_expand: of the same shape, whether each may be expanded; None: all.
         """
-        paths = log_acceptance
+        log_paths = log_acceptance
         if self._expansions:
-            paths = paths + self._expansions[-1].paths[..., None]  # path probability = acceptance times the parent's
-        paths = paths.flatten(1).nan_to_num(NO_NODE, inf, -inf)  # a candidate with NaN is no node
-        if self.max_depths_on_device is not None:  # the children have the depth `levels + 1`
-            paths = paths.masked_fill(self.max_depths_on_device <= self.levels, NO_NODE)
-        self._expansion_scores = paths
+            log_paths = log_paths + self._expansions[-1].log_paths[..., None]  # acceptance times that of the parent
+        log_paths = log_paths.flatten(1).nan_to_num(NO_NODE, inf, -inf)  # a candidate with NaN is no node
+        if self.max_depths_on_device is not None:  # the children have the depth `num_levels + 1`
+            log_paths = log_paths.masked_fill(self.max_depths_on_device <= self.num_levels, NO_NODE)
+        self._expansion_scores = log_paths
         if may_expand is not None:  # others stay candidates, but have no children
-            self._expansion_scores = torch.where(may_expand.flatten(1), paths, paths - NOT_EXPANDABLE_PENALTY)
-        self._levels.append(TreeLevel(tokens.flatten(1), paths))
-        self.levels += 1
+            self._expansion_scores = torch.where(may_expand.flatten(1), log_paths, log_paths - NOT_EXPANDABLE_PENALTY)
+        self._levels.append(TreeLevel(tokens.flatten(1), log_paths))
+        self.num_levels += 1
         self._selection = None
 
     def select_frontier(self, width: int) -> Frontier:
@@ -148,26 +148,27 @@ class Growth:
         They count as expanded: the next drafter pass reads them, and `add` adds their children. If a row has fewer
         expandable candidates, others fill the width, and their children have probability 0.
         """
-        self.expanded += width
+        self.num_expanded += width
         self._widths += (width,)
         tokens = self._levels[-1].tokens
         parent_index = None
         depths = None
-        if self.children == 1:
+        is_chain = self.children == 1
+        if is_chain:
             self._expansions.append(Expansion(self._expansion_scores))
         else:
-            paths, index = self._expansion_scores.topk(width, dim=1)
-            self._expansions.append(Expansion(paths, index))
+            log_paths, index = self._expansion_scores.topk(width, dim=1)
+            self._expansions.append(Expansion(log_paths, index))
             tokens = tokens.gather(1, index)
             # In a level the groups are in the order of the frontier before this one, which at first is the root.
             parent_index = index // self.children if len(self._widths) > 1 else None
-            depths = self.constants.depths[: 1 + self.expanded]
+            depths = self.constants.depths[: 1 + self.num_expanded]
         self._ancestors = Ancestors(len(self.max_depths), width, self.device, self._ancestors, parent_index)
-        return Frontier(tokens, self.levels, self.expanded, self.children == 1, self._ancestors, depths, parent_index)
+        return Frontier(tokens, self.num_levels, self.num_expanded, is_chain, self._ancestors, depths, parent_index)
 
-    def structure(self) -> TreeStructure:
+    def frontier_structure(self) -> TreeStructure:
         """Depths of the last token and all expanded nodes (from `constants`), and ancestors of the last frontier."""
-        depths = self.constants.depths[: 1 + self.expanded].expand(len(self.max_depths), -1)
+        depths = self.constants.depths[: 1 + self.num_expanded].expand(len(self.max_depths), -1)
         return TreeStructure(depths, self._ancestors.matrix)
 
     @property
@@ -200,16 +201,16 @@ class Growth:
         last_tokens: Tensor,
         depths_on_device: Tensor | None,
         final_constants: Constants,
-    ) -> Growth:
+    ) -> TreeBuilder:
         """Rebuild a tree in a captured function; the constants are those after all passes of the function."""
-        growth = cls([0] * len(last_tokens), children, last_tokens, depths_on_device)  # host depths are not used
-        growth._constants_of_end = final_constants
+        builder = cls([0] * len(last_tokens), children, last_tokens, depths_on_device)  # host depths are not used
+        builder._constants_of_end = final_constants
         for tensors in level_tensors:
-            growth.extend(tensors)
-        return growth
+            builder.add_packed(tensors)
+        return builder
 
-    def extend(self, tensors: LevelTensors, selection: Selection | None = None) -> None:
-        """Add packed levels: the state afterwards is that of the tree from which they were packed.
+    def add_packed(self, tensors: LevelTensors, selection: NodeSelection | None = None) -> None:
+        """Add levels that `packed_levels` of another builder has returned, as in a captured function.
 
         Args:
             tensors: the levels after the present ones.
@@ -219,51 +220,52 @@ class Growth:
         # What `select_frontier` changes, for each of the expansions.
         self._expansions += expansions
         self._widths += tensors.widths
-        self.expanded += sum(tensors.widths)
+        self.num_expanded += sum(tensors.widths)
         if tensors.ancestors is not None:
             self._ancestors = Ancestors.of(tensors.ancestors)
         # What `add` changes, for each of the levels.
         self._levels += levels
-        self.levels += len(levels)
+        self.num_levels += len(levels)
         self._selection = selection
         self._host_values = None
         self._level_tensors.append(tensors)  # these levels are packed already
         self._num_packed = len(self._levels)
 
-    def best_padded(self, nodes: int) -> Selection:
-        """The best nodes, at most so many, padded to the width of a captured pass; and the last level."""
+    def select_best(self, nodes: int) -> NodeSelection:
+        """Select the best nodes, at most so many, padded to the width of a captured pass; with the expansion scores."""
         tree = self.best(nodes)
-        return Selection.of(tree.padded(padded_tokens(1 + tree.nodes) - 1), self._expansion_scores)
+        return NodeSelection.of(tree.padded(padded_tokens(1 + tree.nodes) - 1), self._expansion_scores)
 
-    def read_probabilities(self) -> Snapshot:
+    def read_probabilities(self) -> ProbabilitySnapshot:
         """Read the path probabilities, and those of the last level for its expansion, on the host in one transfer.
 
-        If a captured function has selected the best nodes, read those nodes only and keep their values for `best`.
+        If a captured function has selected nodes, only these are read. Side effect: their values are kept for `best`.
         """
         if self._selection is not None:
             flat = self._selection.flat.cpu().numpy()
             values, scores = self._selection.split(flat)
             self._host_values = values
-            paths = values[:, PATH, 1:]
+            log_paths = values[:, LOG_PATH, 1:]
         else:
-            flat = torch.cat([*(level.paths for level in self._levels), self._expansion_scores], dim=1).cpu().numpy()
-            paths = flat[:, : self.candidates]
-            scores = flat[:, self.candidates :]
-        if min(self.max_depths) <= self.levels:  # nodes at the maximum depth of their row are not expanded
-            scores = np.where(np.array(self.max_depths)[:, None] > self.levels, scores, NO_NODE)
-        return Snapshot(self.levels, _descending(paths), _descending(scores))
+            by_level = [level.log_paths for level in self._levels]
+            flat = torch.cat([*by_level, self._expansion_scores], dim=1).cpu().numpy()
+            log_paths = flat[:, : self.num_candidates]
+            scores = flat[:, self.num_candidates :]
+        if min(self.max_depths) <= self.num_levels:  # nodes at the maximum depth of their row are not expanded
+            scores = np.where(np.array(self.max_depths)[:, None] > self.num_levels, scores, NO_NODE)
+        return ProbabilitySnapshot(self.num_levels, _descending(log_paths), _descending(scores))
 
     def best(self, nodes: int) -> DeviceTree:
         """The most probable trees of at most `nodes` nodes, in descending order of their path probability."""
-        nodes = min(nodes, self.candidates)
+        nodes = min(nodes, self.num_candidates)
         if self._selection is not None:
             return self._selection.first(nodes, self._host_values)
-        values = self._values(self._expanded_ids())
-        order = None  # chains have this order already
+        values = self._values(self._expanded_candidate_indices())
+        selected = None  # chains have this order already
         if self.children > 1:
             # The root has log probability 0, above all nodes, so it comes first; parents precede children.
-            order = values[:, PATH].topk(1 + nodes, dim=1).indices
-        tree, _ = self._tree(values, order, nodes)
+            selected = values[:, LOG_PATH].topk(1 + nodes, dim=1).indices
+        tree, _ = self._tree(values, selected, nodes)
         return tree
 
     def best_with_expanded(self, nodes: int, expanded_first: bool) -> tuple[DeviceTree, Tensor]:
@@ -272,79 +274,79 @@ class Growth:
         Returns the trees, and `[rows, nodes]` the expansion index of each node's parent (0: the row's last token).
 
         Args:
-            nodes: how many nodes at most, but at least `expanded`.
+            nodes: how many nodes at most, but at least `num_expanded`.
             expanded_first: expanded nodes first, in their order, then the others; if not, all by path probability.
         """
-        nodes = min(nodes, self.candidates)
-        ids = self._expanded_ids()
-        values = self._values(ids)
-        order = None
-        if ids is not None:
-            paths = values[:, PATH]
-            others = paths.scatter(1, ids, -inf).topk(nodes - self.expanded, dim=1).indices
-            order = torch.cat([ids, others], dim=1)
+        nodes = min(nodes, self.num_candidates)
+        expanded = self._expanded_candidate_indices()
+        values = self._values(expanded)
+        selected = None
+        if expanded is not None:
+            log_paths = values[:, LOG_PATH]
+            others = log_paths.scatter(1, expanded, -inf).topk(nodes - self.num_expanded, dim=1).indices
+            selected = torch.cat([expanded, others], dim=1)
             if not expanded_first:
-                by_probability = paths.gather(1, order).argsort(dim=1, descending=True)
-                order = order.gather(1, by_probability)
+                by_probability = log_paths.gather(1, selected).argsort(dim=1, descending=True)
+                selected = selected.gather(1, by_probability)
         # Where expanded nodes come first, those that are padding keep their places too.
-        return self._tree(values, order, nodes, includes_rejected=expanded_first)
+        return self._tree(values, selected, nodes, keeps_placeholders=expanded_first)
 
     def _tree(
-        self, values: Tensor, order: Tensor | None, nodes: int, includes_rejected: bool = False
+        self, values: Tensor, selected: Tensor | None, nodes: int, keeps_placeholders: bool = False
     ) -> tuple[DeviceTree, Tensor]:
         """Trees of some candidates, and `[rows, nodes]` the expansion index of each node's parent.
 
         Args:
             values: of all candidates, see `_values`.
-            order: `[rows, 1 + nodes]` the candidate index of each row's last token, then of the nodes; children come
+            selected: `[rows, 1 + nodes]` the candidate index of each row's last token, then of the nodes; children come
                 after their parents. None for chains, of which the first nodes are taken.
             nodes: how many of them.
-            includes_rejected: see `DeviceTree`.
+            keeps_placeholders: see `DeviceTree`.
         """
-        if order is not None:
-            values = values.gather(2, order[:, None].expand(-1, PLANES, -1))
+        if selected is not None:
+            values = values.gather(2, selected[:, None].expand(-1, PLANES, -1))
         values = values[:, :, : 1 + nodes]
-        integers = values[:, :PATH].long()
+        integers = values[:, :LOG_PATH].long()
         structure = None
-        if order is not None:
+        if selected is not None:
             is_parent = integers[:, PARENT, :, None] == integers[:, EXPANSION_INDEX, None]
             structure = TreeStructure(integers[:, DEPTH], ancestors_of(is_parent))
-        tree = DeviceTree(values, integers[:, TOKEN], structure, includes_rejected)
+        tree = DeviceTree(values, integers[:, TOKEN], structure, keeps_placeholders)
         return tree, integers[:, PARENT, 1:]
 
-    def _expanded_ids(self) -> Tensor | None:
+    def _expanded_candidate_indices(self) -> Tensor | None:
         """`[rows, 1 + expanded]` the candidate index of each expansion index; None for chains, where both are equal."""
         if self.children == 1:
             return None
-        root = self.constants.root_id.expand(len(self.max_depths), -1)
+        root = self.constants.root_index.expand(len(self.max_depths), -1)
         indices = [expansion.indices for expansion in self._expansions if expansion.indices is not None]
         return torch.cat([root, *indices], dim=1) + self.constants.level_starts
 
-    def _values(self, ids: Tensor | None) -> Tensor:
+    def _values(self, expanded: Tensor | None) -> Tensor:
         """`[rows, PLANES, children + candidates]` values by candidate index, from group 0 on, see `DeviceTree`."""
         rows = len(self.max_depths)
         constants = self.constants
         indices = constants.expansion_indices.expand(rows, -1)
-        if ids is not None:  # expansion index n belongs to the candidate `ids[n]`
-            indices = constants.unexpanded.expand(rows, -1).scatter(1, ids, indices[:, : 1 + self.expanded])
+        if expanded is not None:  # expansion index n belongs to the candidate `expanded[n]`
+            indices = constants.unexpanded.expand(rows, -1).scatter(1, expanded, indices[:, : 1 + self.num_expanded])
         tokens = [self.last_tokens.expand(-1, self.children), *(level.tokens for level in self._levels)]
         depths_and_parents = constants.depths_and_parents.expand(rows, -1)
-        paths = [constants.root_paths.expand(rows, -1), *(level.paths for level in self._levels)]
-        # All planes in one operation: TOKEN, EXPANSION_INDEX, DEPTH and PARENT, PATH; as float32, in which token ids
-        # below 2**24 are exact.
-        return torch.cat([*tokens, indices, depths_and_parents, *paths], dim=1).view(rows, PLANES, -1)
+        log_paths = [constants.root_log_paths.expand(rows, -1), *(level.log_paths for level in self._levels)]
+        # All planes in one operation: TOKEN, EXPANSION_INDEX, DEPTH and PARENT, LOG_PATH; as float32, in which token
+        # ids below 2**24 are exact.
+        return torch.cat([*tokens, indices, depths_and_parents, *log_paths], dim=1).view(rows, PLANES, -1)
 
 
 class Constants(NamedTuple):
-    """Tensors that depend on the shape of a growing tree alone. Its entries are those of all groups, with group 0."""
+    """Tensors that depend on the tree's shape alone. An *entry* is a candidate of any group, or padding of group 0."""
 
     depths: Tensor  # [1 + expanded] of each row's last token and of the expanded nodes
     level_starts: Tensor  # [1 + expanded] the candidate index with which the level of each expanded node begins
     expansion_indices: Tensor  # 0, 1, 2, …, one for each entry, group 0 included
     unexpanded: Tensor  # `UNEXPANDED`, one for each entry, group 0 included
     depths_and_parents: Tensor  # [2 * entries] the depths of all, then the expansion indices of their parents
-    root_paths: Tensor  # [children] logarithms of the path probabilities of group 0
-    root_id: Tensor  # [1] the candidate index of each row's last token
+    root_log_paths: Tensor  # [children] logarithms of the path probabilities of group 0
+    root_index: Tensor  # [1] the candidate index of each row's last token
 
 
 @lru_cache(maxsize=256)
@@ -364,7 +366,7 @@ def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> 
     depth_of_group = [0, *(1 + depth for depth in depths)]
     depth_of_candidate = [depth for depth in depth_of_group for _ in range(children)]
     parent_of_candidate = [group - 1 for group in range(groups) for _ in range(children)]
-    root_paths = [0.0] + [2 * NO_NODE] * (children - 1)  # the others in group 0 are never chosen before a candidate
+    root_log_paths = [0.0] + [2 * NO_NODE] * (children - 1)  # the others in group 0 are never chosen before a candidate
     tensor = partial(torch.tensor, device=device)
     return Constants(
         depths=tensor(depths),
@@ -372,27 +374,27 @@ def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> 
         expansion_indices=tensor(range(size)),
         unexpanded=tensor([UNEXPANDED] * size),
         depths_and_parents=tensor(depth_of_candidate + parent_of_candidate),
-        root_paths=tensor(root_paths),
-        root_id=tensor([0]),
+        root_log_paths=tensor(root_log_paths),
+        root_index=tensor([0]),
     )
 
 
-def _descending(paths: Floats) -> Floats:
+def _descending(log_paths: Floats) -> Floats:
     """`[rows, …]` logarithms to probabilities, in each row in descending order."""
-    return probability_of(np.sort(paths, axis=1)[:, ::-1])
+    return probability_of(np.sort(log_paths, axis=1)[:, ::-1])
 
 
-class Snapshot(NamedTuple):
-    """What the host has read of a `Growth`: path probabilities of each row, in descending order."""
+class ProbabilitySnapshot(NamedTuple):
+    """What the host has read of a `TreeBuilder`: path probabilities of each row, in descending order."""
 
-    levels: int
+    num_levels: int
     probability: Floats  # [rows, candidates or selected nodes], 0 where there is no node
     expansion_probability: Floats  # [rows, last level], descending too; 0 where a candidate cannot be expanded
 
     def may_improve(self, nodes: int) -> bool:
         """Whether expanding candidates of the last level may change any row's best tree of `nodes` nodes.
 
-        A child of a node that is not among the best `nodes` nodes cannot be among them either.
+        A child is less likely than its parent, so only a candidate among the best `nodes` can have a child among them.
         """
         least = self.probability[:, nodes - 1] if self.probability.shape[1] >= nodes else 0.0
         return bool((self.expansion_probability[:, 0] > least).any())
