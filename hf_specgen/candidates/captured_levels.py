@@ -75,7 +75,7 @@ class CandidateProposer:
             if self.wants_q:  # which nodes are in a tree may depend on their ranks alone, not on their tokens
                 by_rank = confidence_by_rank(probabilities.amax(dim=-1), self.children)
                 log_acceptance = by_rank.log()
-                q = self._of_all_tokens(probabilities)
+                q = self._to_target_vocabulary(probabilities)
                 # A sibling drawn later may be expanded only if those drawn before it may. A chain has no siblings.
                 confidence = confidence if self.children == 1 else by_rank
             if self.threshold:
@@ -86,7 +86,7 @@ class CandidateProposer:
         tokens = index if self.token_ids is None else self.token_ids[index]
         return LevelCandidates(tokens, log_acceptance, may_expand, q)
 
-    def _of_all_tokens(self, probabilities: torch.Tensor) -> torch.Tensor:
+    def _to_target_vocabulary(self, probabilities: torch.Tensor) -> torch.Tensor:
         """`[…, draft vocab]` to `[…, vocab]`: 0 for tokens that the drafter does not have."""
         if self.token_ids is None:
             return pad(probabilities, (0, self.vocab - probabilities.shape[-1]))
@@ -107,17 +107,17 @@ class LevelInputs(NamedTuple):
     noise: torch.Tensor | None  # [batch, passes, vocab], if tokens are sampled; one more for new text
 
 
-class Drafted(NamedTuple):
+class CapturedLevelsOutput(NamedTuple):
     """What `CapturedLevels` returns: the levels that it added, the best nodes of the tree, the drafter's states."""
 
     levels: LevelTensors
     selection: NodeSelection
     states: Any  # `[batch, nodes, …]` of the nodes of the last pass
-    after_text: Any = None  # what the drafter returned for each row's last token of new text, for `store_text`
+    text_outputs: Any = None  # what the drafter returned for each row's last token of new text, for `store_text`
 
 
 @dataclass(frozen=True)
-class CapturedLevels(Capturable[LevelInputs, Drafted]):
+class CapturedLevels(Capturable[LevelInputs, CapturedLevelsOutput]):
     """Makes `num_passes` passes of the drafter, each over `width` nodes of every row; equal objects share a graph.
 
     A pass over new text comes first if the inputs have text. At most `nodes` nodes are selected at the end.
@@ -133,12 +133,12 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
     # Of the tree after the passes, by the widths in the inputs; held here, so that they live as long as the graph.
     constants: Constants = field(compare=False)
 
-    def __call__(self, module: nn.Module, inputs: LevelInputs, cache: Any) -> Drafted:
+    def __call__(self, module: nn.Module, inputs: LevelInputs, cache: Any) -> CapturedLevelsOutput:
         builder = TreeBuilder.from_level_tensors(
             inputs.tree_so_far, self.proposer.children, inputs.last_tokens, inputs.max_depths, self.constants
         )
         states = inputs.states
-        after_text = None
+        text_outputs = None
         noise_by_pass: Iterator[torch.Tensor | None] = repeat(None)
         if inputs.noise is not None:
             noise_by_pass = iter(inputs.noise.unbind(dim=1))
@@ -146,12 +146,12 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
         if inputs.text is not None:
             output = self._forward_text(module, inputs.text, inputs, cache)
             states = output.states
-            after_text = output[1:]
+            text_outputs = output[1:]
             self._add(builder, output.logits, next(noise_by_pass))
         # In the cache, the expanded nodes follow each row's last token.
         layer = cache.layers[0]
         last_token_slots = layer.next_slots - 1 - builder.num_expanded
-        attended_slots = layer.get_mask_sizes(0)[0]
+        attended_slots = layer.get_mask_sizes(0)[0]  # all slots of the static buffers
         # Each pass runs on the nodes that it expands, with the states of their parents, and adds a level.
         for _ in range(self.num_passes):
             frontier = builder.select_frontier(self.width)
@@ -160,7 +160,7 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
             pass_inputs = DrafterInputs(frontier.tokens, layout, parent_states, inputs.offsets)
             logits, states, *_ = self.level(module, pass_inputs, cache)
             self._add(builder, logits, next(noise_by_pass))
-        return Drafted(builder.packed_levels()[-1], builder.select_best(self.nodes), states, after_text)
+        return CapturedLevelsOutput(builder.packed_levels()[-1], builder.select_best(self.nodes), states, text_outputs)
 
     def _forward_text(self, module: nn.Module, text: NewText, inputs: LevelInputs, cache: Any) -> LevelOutput:
         """Run on new text; returns the values of each row's last token alone, `[batch, 1, …]`.
@@ -197,7 +197,7 @@ def add_captured_levels(
     capturable: CapturablePasses,
     proposer: CandidateProposer,
     noise: torch.Tensor | None,
-) -> Drafted | None:
+) -> CapturedLevelsOutput | None:
     """Add the levels of `num_passes` passes over nodes; with new text also level 1, from a pass over it.
 
     One graph makes all passes, which also add the nodes and the text to the drafter's cache. `noise` is that of
@@ -232,11 +232,11 @@ def add_captured_levels(
     )
     constants = builder.constants_after(num_passes, width)
     function = CapturedLevels(num_passes, width, nodes, proposer, capturable.level, constants)
-    drafted = capturable.graphs.run(function, inputs, capturable.cache, new_slots, fallback=lambda: None)
-    if drafted is None:
+    output = capturable.graphs.run(function, inputs, capturable.cache, new_slots, fallback=lambda: None)
+    if output is None:
         return None
-    builder.add_packed(drafted.levels, drafted.selection)
+    builder.add_packed(output.levels, output.selection)
     # Of new text the cache keeps the tokens, and not the padding.
     rows = zip(lengths, text_counts, strict=True)
     capturable.cache.set_lengths([length + count + num_passes * width for length, count in rows])
-    return drafted
+    return output

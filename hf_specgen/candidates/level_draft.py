@@ -17,7 +17,7 @@ import torch
 
 from hf_specgen.candidates.acceptance_estimator import AcceptanceEstimator
 from hf_specgen.candidates.base import vocabulary_size
-from hf_specgen.candidates.captured_levels import CandidateProposer, Drafted, add_captured_levels
+from hf_specgen.candidates.captured_levels import CandidateProposer, CapturedLevelsOutput, add_captured_levels
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.tree_builder import TreeBuilder
 from hf_specgen.candidates.tree_size import ExpansionPlan, tree_sizer
@@ -29,7 +29,7 @@ from hf_specgen.tree import DraftTree
 class LevelDraft(Generic[T]):
     """The draft of one step while it is made.
 
-    `text` is the uncached input from `Drafter.take`; `k` the maximum depth of the strategy, which captured passes may
+    `text` is the uncached input from the drafter; `k` the maximum depth of the strategy, which captured passes may
     reach; a node is not expanded if its token's probability is below `threshold`; `estimator` is that of the call.
     """
 
@@ -73,17 +73,21 @@ class LevelDraft(Generic[T]):
         capturable = self._drafter.capturable_passes(self._text)
         if capturable is not None:  # the pass over the text can be captured, together with further levels
             self._can_capture = True
-            self._begin(capturable.device)
+            self._make_trees(capturable.device)
             if self._expand_first(capturable):
                 return
+        # No graph: the pass over the text runs eagerly; later passes may still be captured.
         logits = self._drafter.forward_text(self._text)[:, None]
         if capturable is None:
             self._can_capture = self._drafter.capturable_passes() is not None  # further levels alone
-            self._begin(logits.device, draft_vocab=logits.shape[-1])
+            self._make_trees(logits.device, draft_vocab=logits.shape[-1])
         self._add(logits)
 
-    def _begin(self, device: torch.device, draft_vocab: int | None = None) -> None:
-        """Make trees without nodes; `draft_vocab` is the number of logits after a token, once a pass has given some."""
+    def _make_trees(self, device: torch.device, draft_vocab: int | None = None) -> None:
+        """Set `builder` (trees without nodes) and the proposer.
+
+        `draft_vocab` is the number of logits after a token, once a pass has given some.
+        """
         depths = self._text.depths
         tokens = [self._batch.state.last_token(row) for row in range(len(depths))]
         # In one transfer. CUDA stages a temporary tensor before `to` returns; elsewhere it could be freed too early.
@@ -112,16 +116,16 @@ class LevelDraft(Generic[T]):
         plan = self._sizer.plan_without_sync(self.builder, self._k)
         if plan is None:
             return False
-        drafted = self._expand_captured(plan, capturable)
-        if drafted is None:
+        output = self._expand_captured(plan, capturable)
+        if output is None:
             return False
         assert capturable.store_text is not None
-        capturable.store_text(drafted.after_text)
+        capturable.store_text(output.text_outputs)
         self._sizer.record_passes(plan)
         self._count_passes(plan)
         return True
 
-    def _expand_captured(self, plan: ExpansionPlan, capturable: CapturablePasses) -> Drafted | None:
+    def _expand_captured(self, plan: ExpansionPlan, capturable: CapturablePasses) -> CapturedLevelsOutput | None:
         """Make the passes of a plan, after a pass over new text if there is any, by one captured function.
 
         None, and nothing is done, if they cannot be captured or are not captured yet.
@@ -130,17 +134,16 @@ class LevelDraft(Generic[T]):
         if not self._batch.shares_noise or self._proposer.processors.reads_scores:
             return None
         builder = self.builder
-        levels = (
-            plan.num_passes if capturable.text is None else 1 + plan.num_passes
-        )  # a pass over new text adds level 1
+        # A pass over new text adds level 1.
+        num_levels = plan.num_passes + (capturable.text is not None)
         # By row, the index of the generated token that each level proposes: one deeper each.
         first = [len(generated) + builder.num_levels for generated in self._batch.state.generated]
-        token_indices = [list(range(index, index + levels)) for index in first]
+        token_indices = [list(range(index, index + num_levels)) for index in first]
         noise = self._batch.draft_noise(token_indices, builder.device)
-        drafted = add_captured_levels(builder, *plan, self._sizer.max_nodes, capturable, self._proposer, noise)
-        if drafted is not None:
-            capturable.store_levels(drafted.states, builder.num_expanded)
-        return drafted
+        output = add_captured_levels(builder, *plan, self._sizer.max_nodes, capturable, self._proposer, noise)
+        if output is not None:
+            capturable.store_levels(output.states, builder.num_expanded)
+        return output
 
     def _count_passes(self, plan: ExpansionPlan) -> None:
         """Count passes over nodes, unless deeper levels need no pass, see `Drafter.single_pass_tokens`."""
