@@ -3,7 +3,7 @@
 A drafter has the passes, caches and states. `DrafterSession` owns it, turns its logits into draft tokens, and chooses
 which nodes are expanded and which are verified:
 
-    take              the text that the drafter has not processed
+    take_uncached     the text that the drafter has not processed
       forward_text    its pass: logits after each row's last token    a pass a level: draft models, EAGLE, MTP, Hydra,
       forward_nodes   a pass over nodes: logits after each of them    Gemma 4, early exit
     or
@@ -49,7 +49,9 @@ class DepthLogits(NamedTuple):
 
 
 class Drafter(ABC, Generic[T]):
-    """Base class of drafters. A subclass has `take`, and `forward_text` and `forward_nodes`, or `forward_depths`.
+    """Base class of drafters.
+
+    A subclass has `take_uncached`, and `forward_text` and `forward_nodes`, or `forward_depths`.
 
     What the other methods do by default is right for drafters that keep nothing from draft to draft.
     """
@@ -66,8 +68,8 @@ class Drafter(ABC, Generic[T]):
     """Tokens of each row in the pass of `forward_text`, if deeper levels need no further pass; 0 if each level does."""
 
     @abstractmethod
-    def take(self, max_depths: Sequence[int]) -> T | None:
-        """The text that was not taken before, for a draft of these depths; None if no row can draft.
+    def take_uncached(self, max_depths: Sequence[int]) -> T | None:
+        """Return the text that no earlier call has returned, for a draft of these depths; None if no row can draft.
 
         Called once in every step, with zeros for rows that do not draft.
         """

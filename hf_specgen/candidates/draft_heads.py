@@ -144,7 +144,7 @@ class HeadCandidates(PretrainedCandidates):
         """The session of a call."""
         window = draft_window(self.draft_window, bound.head.config, batch.state)
         drafter = self.drafter_of(batch, bound, FeatureQueue(batch, bound.aux_hidden_state_layers, window))
-        return DrafterSession(batch, drafter, self.k, self.tree, watches_length=window is None)
+        return DrafterSession(batch, drafter, self.k, self.tree, warns_of_length=window is None)
 
     def drafter_of(self, batch: DraftBatch, bound: BoundHead, source: FeatureQueue) -> HeadDrafter:
         """The drafter of a head that reads the hidden states of all accepted tokens."""

@@ -148,7 +148,7 @@ class DraftModelCandidates(PretrainedCandidates):
             k,
             None if drafts_chains else self.tree,
             confidence_threshold=self.confidence_threshold,
-            watches_length=loaded.takes_window and loaded.window is None,
+            warns_of_length=loaded.takes_window and loaded.window is None,
         )
 
     def _in_call(self, batch: DraftBatch, draft: PreTrainedModel) -> LoadedDraft:

@@ -121,7 +121,7 @@ class DraftModelDrafter(Drafter[UncachedText]):
         is_plain_text = all(type(text) is DraftText for text in draft.texts)
         self.rows_can_change = is_plain_text and not draft.reads_target and not self.runner.verifies_chains_only
 
-    def take(self, max_depths: Sequence[int]) -> UncachedText | None:
+    def take_uncached(self, max_depths: Sequence[int]) -> UncachedText | None:
         """Return the unprocessed tokens; None if no row drafts. The first draft begins with the drafter's prefill."""
         if self._features is not None:
             self._features.begin()

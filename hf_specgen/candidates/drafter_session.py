@@ -27,7 +27,7 @@ class DrafterSession(DraftSession, Generic[T]):
     Args:
         batch, drafter, k, tree: the rows, what runs the passes, and the maximum depth and size of a draft.
         confidence_threshold: nodes whose token has a probability below it are not expanded.
-        watches_length: whether to warn where acceptance falls with the length of the texts, as for drafters that could
+        warns_of_length: whether to warn where acceptance falls with the length of the texts, as for drafters that could
             have a window.
     """
 
@@ -39,7 +39,7 @@ class DrafterSession(DraftSession, Generic[T]):
         tree: str | int | None,
         *,
         confidence_threshold: float = 0.0,
-        watches_length: bool = False,
+        warns_of_length: bool = False,
     ):
         super().__init__(batch)
         self.drafter = drafter
@@ -52,7 +52,7 @@ class DrafterSession(DraftSession, Generic[T]):
         self._estimator = AcceptanceEstimator()
         self._by_length: Counter[tuple[int, bool]] | None = None
         self._length_key = "length", batch.call.drafting.key
-        if watches_length:
+        if warns_of_length:
             model = batch.model if batch.call.settings.memory else None
             self._by_length = Counter(memory.recall(model, self._length_key, Counter))
 
@@ -71,19 +71,19 @@ class DrafterSession(DraftSession, Generic[T]):
         self._tree = DraftTree.empty(len(max_depths))
         self._expanded = 0
         self.tokens_per_pass = []
-        text = self.drafter.take([min(self._k, depth) for depth in max_depths])
-        if text is None:
+        uncached = self.drafter.take_uncached([min(self._k, depth) for depth in max_depths])
+        if uncached is None:
             return self._tree
-        self.tokens_per_pass = text.tokens_per_pass
+        self.tokens_per_pass = uncached.tokens_per_pass
         if self.drafter.is_one_pass:
-            self._tree = one_pass_draft(self.batch, self.drafter, text, self._tree_setting)
+            self._tree = one_pass_draft(self.batch, self.drafter, uncached, self._tree_setting)
             return self._tree
         draft = LevelDraft(
-            self.batch, self.drafter, text, self._k, self._tree_setting, self._threshold, self._estimator
+            self.batch, self.drafter, uncached, self._k, self._tree_setting, self._threshold, self._estimator
         )
         self._tree = draft.build()
         self._expanded = draft.builder.num_expanded
-        self.tokens_per_pass = [*text.tokens_per_pass, *draft.tokens_per_pass]
+        self.tokens_per_pass = [*uncached.tokens_per_pass, *draft.tokens_per_pass]
         return self._tree
 
     def observe(self, result: VerificationResult) -> None:
@@ -110,7 +110,7 @@ class DrafterSession(DraftSession, Generic[T]):
         return paths
 
     def _count_by_length(self, result: VerificationResult) -> None:
-        """Count the drafts, by the bits of the length of their text and by whether a draft token was accepted."""
+        """Count drafts by text length (in powers of two) and by whether a draft token was accepted."""
         if self._by_length is None or not self._tree.nodes:
             return
         for row, path in enumerate(result.paths):

@@ -1,4 +1,6 @@
-"""Features, EAGLE's word for the target's hidden states: what draft heads read of accepted tokens, each of them once.
+"""Features, EAGLE's word for the target's hidden states, of which draft heads read those of accepted tokens.
+
+A head reads the features of every accepted token exactly once; they wait in a queue until it drafts.
 
 text               x0   x1   x2   x3 (pending)
 hidden states      h0   h1   h2                   of the tokens that the target has processed
@@ -25,7 +27,8 @@ class _Queue:
 
     parts: list[torch.Tensor]  # consecutive states `[positions, layers * hidden]`
     position: int  # in the text, of the first of these states
-    # With a window, the states that the head has processed: those of the window at the last restart, and those since.
+    # With a window, the states in the cache of the head: those of the window at the last restart, and those since. They
+    # are given to the head again when the row restarts.
     history: torch.Tensor
     history_tokens: list[int] = field(default_factory=list)  # the token after each of their positions
 
@@ -57,7 +60,7 @@ class FeatureQueue:
         self._layers = layers
         self._window = window
         self._rows: list[_Queue] = []
-        self._was_taken = False
+        self._was_read = False  # whether features were removed before
 
     @property
     def is_empty(self) -> bool:
@@ -71,33 +74,33 @@ class FeatureQueue:
             row.parts.append(new)
         self._add_rows(states)
 
-    def take_text(self, max_depths: Sequence[int], *, of_all_rows: bool = False) -> HeadText | None:
+    def pop_text(self, max_depths: Sequence[int], *, of_all_rows: bool = False) -> HeadText | None:
         """Remove the features of the rows that draft; `of_all_rows`: of all rows that have not ended.
 
-        None if no row drafts, or none can, see `_can_begin`. Without `of_all_rows` a row that does not draft keeps its
-        features for a later draft.
+        None if no row drafts, or none can, see `_has_features`. Without `of_all_rows` a row that does not draft keeps
+        its features for a later draft.
         """
         if self.is_empty:
             self.receive()
-        if not any(max_depths) or not self._can_begin:
+        if not any(max_depths) or not self._has_features:
             return None
-        return self._take_text_of_rows([inf if depth > 0 or of_all_rows else 0 for depth in max_depths])
+        return self._pop_text_of_rows([inf if depth > 0 or of_all_rows else 0 for depth in max_depths])
 
-    def take_prompts(self, first: int) -> HeadText:
+    def pop_prompts(self, first: int) -> HeadText:
         """Remove the features of new rows, the row `first` and those after it; the result has these rows alone.
 
         The last feature of a row stays in the queue for its first draft, unless it is the only one. No row counts as
         restarted, as nothing was computed for new rows.
         """
         limits_of_new = [max(1, row.count - 1) for row in self._rows[first:]]
-        taken = self._take_text_of_rows([*[0] * first, *limits_of_new])
-        features = taken.features[first:]
-        tokens = taken.tokens[first:]
-        return taken._replace(features=features, tokens=tokens, active=[True] * len(tokens), restarted=())
+        text = self._pop_text_of_rows([*[0] * first, *limits_of_new])
+        features = text.features[first:]
+        tokens = text.tokens[first:]
+        return text._replace(features=features, tokens=tokens, active=[True] * len(tokens), restarted=())
 
-    def remove_states(self, limits: Sequence[float]) -> list[torch.Tensor]:
+    def pop_states(self, limits: Sequence[float]) -> list[torch.Tensor]:
         """Remove the first `limits[row]` features of each row that has not ended: `[removed, layers * hidden]` each."""
-        return self._take_text_of_rows(limits).features
+        return self._pop_text_of_rows(limits).features
 
     def available(self, row: int) -> int:
         """How many features of a row are in the queue."""
@@ -108,17 +111,15 @@ class FeatureQueue:
         self._rows = [self._rows[row] for row in kept]
 
     def append_rows(self, new: int) -> None:
-        """Add new rows after the present ones, with the hidden states of their prompts.
-
-        `new`, their number, is not needed: rows without a queue are new.
-        """
+        """Add new rows after the present ones, with the hidden states of their prompts."""
+        del new  # their number: rows without a queue are new
         self._add_rows(self._batch.committed_states(self._layers))
 
     @property
-    def _can_begin(self) -> bool:
-        """Whether features were taken before, or an active row has some: not if all prompts are padding only."""
+    def _has_features(self) -> bool:
+        """Whether features were removed before, or an active row has some; false if all prompts are padding only."""
         rows = enumerate(self._rows)
-        return self._was_taken or any(row.count for index, row in rows if not self._state.has_ended(index))
+        return self._was_read or any(row.count for index, row in rows if not self._state.has_ended(index))
 
     def _add_rows(self, states: Sequence[torch.Tensor]) -> None:
         """Add the rows that are not in the queue yet, with their hidden states; `states` are of all rows."""
@@ -129,13 +130,13 @@ class FeatureQueue:
             states_of_text = new[max(0, len(new) - length) :]
             self._rows.append(_Queue([states_of_text], length - len(states_of_text), new[:0]))
 
-    def _take_text_of_rows(self, limits: Sequence[float]) -> HeadText:
+    def _pop_text_of_rows(self, limits: Sequence[float]) -> HeadText:
         """Remove the first `limits[row]` features of each row that has not ended, and the token after each.
 
-        A row that exceeds the window is restarted: it gets all features in the window, those taken before included.
+        A row that exceeds the window is restarted: it gets all features in the window, those removed before included.
         """
-        new = HeadText([], [], self._batch.active_rows(), is_first=not self._was_taken)
-        self._was_taken = True
+        new = HeadText([], [], self._batch.active_rows(), is_first=not self._was_read)
+        self._was_read = True
         restarted = []
         for index, row in enumerate(self._rows):
             features, tokens = self._pop_states_of_row(index, row, limits[index])
@@ -175,7 +176,7 @@ class LastStates:
         self._batch = batch
         self._layers = layers
 
-    def take(self, max_depths: Sequence[int]) -> StateText | None:
+    def states_for(self, max_depths: Sequence[int]) -> StateText | None:
         """The states and the last tokens; None if no row drafts."""
         if not any(max_depths):
             return None

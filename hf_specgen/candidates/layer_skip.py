@@ -117,7 +117,7 @@ class EarlyExitDrafter(Drafter[EarlyExitText]):
         self._target = cast(EarlyExitTarget, batch.target)
         self._head = head
 
-    def take(self, max_depths: Sequence[int]) -> EarlyExitText | None:
+    def take_uncached(self, max_depths: Sequence[int]) -> EarlyExitText | None:
         """The last token of each row; None if no row drafts."""
         if not any(max_depths):
             return None

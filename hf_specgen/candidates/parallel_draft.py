@@ -108,14 +108,14 @@ class TargetFeatures:
         """`[batch, longest prompt, hidden]`; zeros for tokens that a passed cache already has, and for left padding."""
         # All features but those of generated tokens, which the first draft reads.
         generated = enumerate(self._state.generated)
-        features = self.queue.remove_states([self.queue.available(row) - len(tokens) for row, tokens in generated])
+        features = self.queue.pop_states([self.queue.available(row) - len(tokens) for row, tokens in generated])
         longest = max(map(len, self._state.prompts))
         features[0] = nn.functional.pad(features[0], (0, 0, longest - len(features[0]), 0))  # so that all are padded
         return self._projected(features, "left")
 
     def of_text(self, is_drafting: Sequence[bool], rows: Sequence[int], masks: int) -> torch.Tensor:
         """`[rows, tokens, hidden]` of all further tokens in the rows that draft, and of `masks` mask tokens."""
-        features = self.queue.remove_states([inf if drafting else 0 for drafting in is_drafting])
+        features = self.queue.pop_states([inf if drafting else 0 for drafting in is_drafting])
         with_masks = [torch.cat([features[row], features[row][-1:].repeat(masks, 1)]) for row in rows]
         return self._projected(with_masks, "right")
 

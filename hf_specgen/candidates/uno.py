@@ -156,7 +156,7 @@ class UnoDrafter(Drafter[HeadText]):
         self._matrices = matrices
         self._noise = torch.Generator().manual_seed(0)
 
-    def take(self, max_depths: Sequence[int]) -> HeadText | None:
+    def take_uncached(self, max_depths: Sequence[int]) -> HeadText | None:
         """The depths of a draft; None if no row drafts."""
         if not any(max_depths):
             return None

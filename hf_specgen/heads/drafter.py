@@ -44,9 +44,9 @@ class HeadDrafter(Drafter[HeadText]):
         self._batch = batch
         self._like = next(bound.head.parameters())
 
-    def take(self, max_depths: Sequence[int]) -> HeadText | None:
+    def take_uncached(self, max_depths: Sequence[int]) -> HeadText | None:
         """The features that the head has not processed; None if no row drafts."""
-        new = self._source.take_text(max_depths, of_all_rows=self.reads_all_rows)
+        new = self._source.pop_text(max_depths, of_all_rows=self.reads_all_rows)
         if new is None:
             return None
         for row in new.restarted:
@@ -85,7 +85,7 @@ class HeadDrafter(Drafter[HeadText]):
         self.lengths += [0] * new
         if self.cache.lengths:
             other = type(self)(self.bound, self._source, new)
-            other.forward_text(self._source.take_prompts(first))
+            other.forward_text(self._source.pop_prompts(first))
             self._add_last(other)
 
     def forward_text(self, text: HeadText) -> torch.Tensor:

@@ -207,9 +207,9 @@ class AssistantDrafter(Drafter[StateText]):
         self._like = next(bound.head.parameters())
         self._hidden = self._like.new_zeros(0)
 
-    def take(self, max_depths: Sequence[int]) -> StateText | None:
+    def take_uncached(self, max_depths: Sequence[int]) -> StateText | None:
         """The state and the last token of each row."""
-        return self._source.take(max_depths)
+        return self._source.states_for(max_depths)
 
     def forward_text(self, text: StateText) -> torch.Tensor:
         """`[batch, vocab]` logits after each row's last token; earlier draft tokens are dropped."""

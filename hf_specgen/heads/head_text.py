@@ -23,10 +23,10 @@ class HeadText(NamedTuple):
 class FeatureSource(Protocol):
     """Where the drafter of a head takes new text from: `candidates.features.FeatureQueue`."""
 
-    def take_text(self, max_depths: Sequence[int], *, of_all_rows: bool = False) -> HeadText | None:
+    def pop_text(self, max_depths: Sequence[int], *, of_all_rows: bool = False) -> HeadText | None:
         """Remove the features of rows that draft, or of all rows; None if no row drafts. Called in every step."""
 
-    def take_prompts(self, first: int) -> HeadText:
+    def pop_prompts(self, first: int) -> HeadText:
         """Remove the features of the prompts of new rows, from row `first` on."""
 
     def receive(self) -> None:
@@ -52,5 +52,5 @@ class StateText(NamedTuple):
 class StateSource(Protocol):
     """Where the drafter of a head takes states of last tokens from: `candidates.features.LastStates`."""
 
-    def take(self, max_depths: Sequence[int]) -> StateText | None:
+    def states_for(self, max_depths: Sequence[int]) -> StateText | None:
         """The states of the last token of each row; None if no row drafts."""

@@ -188,9 +188,9 @@ class MedusaDrafter(Drafter[StateText]):
         self._states: torch.Tensor = self._like
         self._path: torch.Tensor = self._like  # embeddings read in the last pass
 
-    def take(self, max_depths: Sequence[int]) -> StateText | None:
+    def take_uncached(self, max_depths: Sequence[int]) -> StateText | None:
         """The state and the last token of each row."""
-        return self._source.take(max_depths)
+        return self._source.states_for(max_depths)
 
     def forward_text(self, text: StateText) -> torch.Tensor:
         """`[batch, vocab]` the logits of head 0, from each row's hidden state and last token, if it reads that."""

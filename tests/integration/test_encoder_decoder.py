@@ -262,7 +262,7 @@ def test_heads_read_the_decoders_states_of_the_accepted_tokens(kind: str) -> Non
     class Recording(DFlashCandidates):
         def begin(self, *arguments: Any) -> Any:
             session = super().begin(*arguments)
-            take = session.drafter.take
+            take = session.drafter.take_uncached
 
             def recorded(depths: Any) -> Any:
                 text = take(depths)
@@ -270,7 +270,7 @@ def test_heads_read_the_decoders_states_of_the_accepted_tokens(kind: str) -> Non
                     read[row].append(features.clone())
                 return text
 
-            session.drafter.take = recorded
+            session.drafter.take_uncached = recorded
             return session
 
     plain = model.generate(**inputs, max_new_tokens=12, do_sample=False)

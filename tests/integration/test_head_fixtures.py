@@ -338,7 +338,7 @@ class GivenFeatures:
     def __init__(self, features: torch.Tensor, tokens: list[int]):
         self._features, self._tokens = features, tokens
 
-    def take_prompts(self, first: int) -> HeadText:
+    def pop_prompts(self, first: int) -> HeadText:
         return HeadText([self._features], [self._tokens], [True])
 
     def keep_rows(self, kept: Any) -> None:

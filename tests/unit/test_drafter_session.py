@@ -30,7 +30,7 @@ class Successors(Drafter[LastTokens]):
         self._state = state
         self.committed: list[Any] = []
 
-    def take(self, max_depths: Sequence[int]) -> LastTokens | None:
+    def take_uncached(self, max_depths: Sequence[int]) -> LastTokens | None:
         tokens = torch.tensor(self._state.pending())
         return LastTokens(tokens, max_depths, [len(tokens)]) if any(max_depths) else None
 

@@ -21,22 +21,22 @@ def queue_of(texts: list[list[int]]) -> tuple[FeatureQueue, Any, list[torch.Tens
 def test_feature_queue_take_returns_each_position_once_with_the_token_after_it() -> None:
     """Would catch: positions read twice or never, and tokens shifted by one."""
     queue, state, committed = queue_of([[3, 4, 5]])
-    first: Any = queue.take_text([2])
+    first: Any = queue.pop_text([2])
     assert first.features[0][:, 0].tolist() == [0, 1, 2] and first.tokens == [[4, 5, 50]] and first.is_first
     state.append(0, [6, 7])
     committed[0] = torch.tensor([[3.0], [4.0]])
     queue.receive()
-    later: Any = queue.take_text([2])
+    later: Any = queue.pop_text([2])
     assert later.features[0][:, 0].tolist() == [3, 4] and later.tokens == [[6, 7]] and not later.is_first
 
 
 def test_feature_queue_row_that_does_not_draft_keeps_its_features() -> None:
     """Would catch: features of a row that waits for slower ones, lost or read by another row."""
     queue, _, _ = queue_of([[3, 4], [5, 6, 7]])
-    assert queue.take_text([0, 0]) is None
-    first: Any = queue.take_text([2, 0])
+    assert queue.pop_text([0, 0]) is None
+    first: Any = queue.pop_text([2, 0])
     assert [len(features) for features in first.features] == [2, 0]
-    later: Any = queue.take_text([0, 2])
+    later: Any = queue.pop_text([0, 2])
     assert later.tokens == [[], [6, 7, 51]]
 
 
@@ -48,7 +48,7 @@ def test_feature_queue_rows_leave_and_join_in_order() -> None:
     committed[:] = [committed[1][:0], torch.arange(3)[:, None].float()]
     queue.keep_rows([1])
     queue.append_rows(1)
-    prompts = queue.take_prompts(1)
+    prompts = queue.pop_prompts(1)
     assert prompts.tokens == [[9, 10]], "the last position is left for the next draft"
-    both: Any = queue.take_text([1, 1])
+    both: Any = queue.pop_text([1, 1])
     assert both.tokens == [[6, 7, 51], [60]]
