@@ -214,7 +214,7 @@ def add_captured_levels(
         text_counts = text.counts.tolist()
         states = None  # the pass over the text returns them
         new_slots += text.tokens.shape[1]  # padding included
-    capacity = capturable.graphs.use_static_buffers(capturable.cache, new_slots)
+    capacity = capturable.graphs.move_to_static_buffers(capturable.cache, new_slots)
     if not capacity:
         return None
     visible = capturable.visible

@@ -86,7 +86,7 @@ class EagleDrafter(HeadDrafter):
             return super()._run(inputs)
         width = padded_tokens(length)
         lengths = self.cache.lengths
-        capacity = self._graphs.use_static_buffers(self.cache, width)
+        capacity = self._graphs.move_to_static_buffers(self.cache, width)
         if not capacity:
             return super()._run(inputs)
         more = (0, width - length)

@@ -28,7 +28,7 @@ class GraphMemory:
         self.device = torch.device("cpu") if stream is None else stream.device
         if stream is not None:
             self.pool = torch.cuda.graph_pool_handle()
-            self._keeps_pool = _capture_nothing(stream, self.pool)
+            self._keeps_pool = _capture_allocation(stream, self.pool)
         self.is_broken = False
         """Whether a capture has failed, after which the pool cannot be used."""
         self._used_on: torch.cuda.Stream | None = None
@@ -60,8 +60,8 @@ def graph_memory(device: torch.device) -> GraphMemory:
         return _memories[stream.cuda_stream]
 
 
-def _capture_nothing(stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
-    """A graph with a single allocation."""
+def _capture_allocation(stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
+    """A graph that allocates once: as long as it exists, PyTorch does not free the memory pool."""
     graph = torch.cuda.CUDAGraph()
     with _capturing_lock, torch.cuda.device(stream.device), _capturing(graph, stream, pool):
         torch.zeros(1, device=stream.device)
@@ -100,7 +100,7 @@ def _repair(memory: GraphMemory) -> None:
         _memories.pop(memory.stream.cuda_stream, None)
     with suppress(RuntimeError, AttributeError):  # raised if the allocator is no longer capturing
         torch._C._cuda_endAllocateToPool(memory.stream.device_index, memory.pool)
-    _capture_nothing(torch.cuda.Stream(), torch.cuda.graph_pool_handle())  # its end resets the random generator
+    _capture_allocation(torch.cuda.Stream(), torch.cuda.graph_pool_handle())  # its end resets the random generator
 
 
 def leaves_of(value: Any) -> Iterator[Any]:

@@ -8,7 +8,7 @@ changed.
 
 A function runs as a graph if there is one, or if it is due to be captured; else its fallback runs::
 
-    graph = module_graphs.find(run) or module_graphs.capture_if_due(run, call)
+    graph = module_graphs.find(run) or module_graphs.capture_if_due(run, call_graphs)
     outputs = graph.replay(run.graph_inputs) if graph else run.fallback()
 """
 
@@ -35,8 +35,7 @@ from hf_specgen.targets.static_buffers import BufferSet, GraphBuffers, GraphCach
 
 logger = logging.getLogger("hf_specgen")
 EAGER_PASSES = 4
-"""With compile="auto" a shape is captured when it is used once more than this, so that short calls capture nothing. A
-capture costs as much time as four or five replays save."""
+"""With compile="auto" so many runs of a shape are eager and the next one is captured, so that short calls capture nothing. A capture costs as much time as four or five replays save."""
 MAX_GRAPHS = 64
 """Graphs that are kept for a set of buffers: each setting of a sampled call has some of its own."""
 
@@ -59,7 +58,7 @@ class Capturable(Generic[Inputs, Outputs]):
     def __call__(self, module: nn.Module, inputs: Inputs, cache: Cache) -> Outputs:
         raise NotImplementedError
 
-    def dry_inputs(self, inputs: Inputs) -> Inputs | None:
+    def warm_up_inputs(self, inputs: Inputs) -> Inputs | None:
         """Inputs of the same shapes with which the function changes nothing: the warm-up before a capture runs them.
 
         None for a function that can be repeated, such as a pass, which only writes the same slots again. It is captured
@@ -70,7 +69,7 @@ class Capturable(Generic[Inputs, Outputs]):
     def matches(self, expected: Outputs, outputs: Outputs) -> bool:
         """Whether the outputs of a new graph differ from those of an eager run (`fallback`) by rounding alone.
 
-        Called once a graph; not for functions with `dry_inputs`, or where `fallback` returns None.
+        Called once a graph; not for functions with `warm_up_inputs`, or where `fallback` returns None.
         """
         return True
 
@@ -155,7 +154,7 @@ class ModuleGraphs:
             buffers.graphs[run.key] = graph  # at the end: the first one is the least recently used, see `_keep`
         return graph
 
-    def capture_if_due(self, run: _Run, call: CallGraphs) -> Graph | None:
+    def capture_if_due(self, run: _Run, call_graphs: CallGraphs) -> Graph | None:
         """A new graph for a run; None if it is not due, or the function cannot be captured.
 
         With the mode "graphs" it raises as `give_up` does, if a function that is not optional cannot be captured, or
@@ -164,28 +163,28 @@ class ModuleGraphs:
         buffers = self.buffers.of_cache(run.cache)
         runs = self._runs_without_graph.pop(run.key, 0) + 1
         _add_last(self._runs_without_graph, run.key, runs)
-        is_due = call.capture_now or call.mode == "graphs" or runs > EAGER_PASSES
+        is_due = call_graphs.capture_now or call_graphs.mode == "graphs" or runs > EAGER_PASSES
         if buffers is None or self.failure is not None or not is_due or run.key in self._refused:
             return None
         # An eager run to compare the graph with, unless the function changes something: then it is captured with inputs
         # that change nothing. The run is outside of `try`: only errors of the capture are handled here.
         function_inputs, starts = run.graph_inputs
-        dry_inputs = run.function.dry_inputs(function_inputs)
-        expected = run.fallback() if dry_inputs is None else None
+        warm_up_inputs = run.function.warm_up_inputs(function_inputs)
+        expected = run.fallback() if warm_up_inputs is None else None
         run.cache.set_lengths(run.lengths)  # the eager run has appended slots
-        inputs = (function_inputs if dry_inputs is None else dry_inputs, starts)
+        inputs = (function_inputs if warm_up_inputs is None else warm_up_inputs, starts)
         # Capture, compare and keep.
         try:
-            graph = self._capture(run.function, call.module, inputs, run.slots, buffers)
+            graph = self._capture(run.function, call_graphs.module, inputs, run.slots, buffers)
             if expected is not None and not run.function.matches(expected, graph.replay(run.graph_inputs)):
                 raise ValueError("its results differ from those of an ordinary pass")
-            self._keep(graph, run, call.module, buffers)
+            self._keep(graph, run, call_graphs.module, buffers)
         except Exception as error:
             if run.function.is_optional:
                 _add_last(self._refused, run.key, None)
                 logger.info("%s runs eagerly, as it cannot be captured: %s", type(run.function).__name__, error)
             else:
-                self.give_up(call, error)
+                self.give_up(call_graphs, error)
             return None
         return graph
 
@@ -217,19 +216,19 @@ class ModuleGraphs:
         _add_last(buffers.graphs, run.key, graph)
         self._runs_without_graph.pop(run.key, None)
 
-    def give_up(self, call: CallGraphs, error: Exception) -> None:
+    def give_up(self, call_graphs: CallGraphs, error: Exception) -> None:
         """Capture nothing of this module until it changes; with the mode "auto" a warning says why.
 
         Raises:
             ValueError: with the mode "graphs".
             torch.OutOfMemoryError: with the mode "graphs": `error`, if it is one.
         """
-        if call.mode == "graphs" and isinstance(error, torch.OutOfMemoryError):
+        if call_graphs.mode == "graphs" and isinstance(error, torch.OutOfMemoryError):
             raise error
-        name = type(call.module).__name__
+        name = type(call_graphs.module).__name__
         text = " ".join(str(error).split())[:400]
         self.failure = f"{name} cannot be captured as a CUDA graph ({type(error).__name__}: {text})"
-        if call.mode == "graphs":
+        if call_graphs.mode == "graphs":
             raise ValueError(f'{self.failure}; leave compile="graphs" out') from error
         logger.warning("%s; it runs eagerly", self.failure)
 
@@ -246,7 +245,7 @@ class CallGraphs:
     """The captured functions of a module as one call uses them.
 
     The mode "graphs" captures a function when it first runs with inputs of a shape, and raises if that fails. "auto"
-    captures it after `EAGER_PASSES` runs, or at once with `capture_now`, and goes on eagerly if that fails.
+    captures it after `EAGER_PASSES` runs, or at once with `capture_now`; if that fails, functions run eagerly.
     """
 
     module: nn.Module
@@ -259,11 +258,11 @@ class CallGraphs:
         """Whether functions are captured: nothing has failed, and no function of the module is being run."""
         return self.module_graphs.failure is None and not self.module_graphs.is_inside_a_run
 
-    def use_static_buffers(self, cache: RaggedCache, slots: int) -> int:
+    def move_to_static_buffers(self, cache: RaggedCache, slots: int) -> int:
         """Move the cache into static buffers with at least `slots` free slots per row.
 
-        Returns the number of slots per row; 0 inside of a function of the module that runs, and if there is no memory,
-        with "auto": then nothing is captured any more.
+        Returns the number of slots per row; 0 if a function of the module is running, or if there is no memory (mode
+        "auto": nothing is captured afterwards).
 
         Raises:
             torch.OutOfMemoryError: with the mode "graphs", if there is no memory.
@@ -291,7 +290,7 @@ class CallGraphs:
         Args:
             function: what runs as a graph, if there is one or it is due, see `ModuleGraphs.capture_if_due`.
             inputs: of the function.
-            cache: of the call, in static buffers since `use_static_buffers`.
+            cache: of the call, in static buffers since `move_to_static_buffers`.
             slots: how many slots the function writes after each row.
             fallback: called where there is no graph, for the value to return: runs the function eagerly on the cache
                 of the call; or does nothing and returns None, for callers that then make the passes themselves.

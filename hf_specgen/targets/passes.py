@@ -91,7 +91,7 @@ class MoveSlots(Capturable[torch.Tensor, None]):
         source, destination = (slots[None, :, None, :, None].expand(sizes) for slots in (source, destination))
         buffers.scatter_(3, destination, buffers.gather(3, source))
 
-    def dry_inputs(self, inputs: torch.Tensor) -> torch.Tensor:
+    def warm_up_inputs(self, inputs: torch.Tensor) -> torch.Tensor:
         """Copies of slots onto themselves."""
         rows = 0
         destinations = 2

@@ -29,10 +29,12 @@ class BufferSet:
         self.joined: torch.Tensor | None = None
         """`[2 * layers, batch, heads, slots, head_dim]`, if the layers are alike."""
         if len({str(layout) for layout in _layout(buffers, capacity)}) == 1:
-            self.joined = _static(buffers[0][0], capacity, 2 * len(buffers))
+            self.joined = _new_buffers(buffers[0][0], capacity, 2 * len(buffers))
             self.tensors = list(zip(self.joined[::2], self.joined[1::2], strict=True))
         else:
-            self.tensors = [(_static(keys, capacity)[0], _static(values, capacity)[0]) for keys, values in buffers]
+            self.tensors = [
+                (_new_buffers(keys, capacity)[0], _new_buffers(values, capacity)[0]) for keys, values in buffers
+            ]
         self.graphs: dict[tuple[Any, ...], Any] = {}
         """By the keys of runs, the one that was not used for longest first."""
         self.cache: weakref.ref[RaggedCache] | None = None
@@ -48,7 +50,10 @@ class GraphBuffers:
         self.sets: list[BufferSet] = []
 
     def of_cache(self, cache: RaggedCache) -> BufferSet | None:
-        """The buffers that the cache uses; those that it has left, because an eager pass outgrew them, become idle."""
+        """The buffers that the cache uses; None if it uses none.
+
+        Side effect: buffers that the cache has left, because an eager pass outgrew them, become idle.
+        """
         for buffers in self.sets:
             if buffers.cache is not None and buffers.cache() is cache:
                 if cache.buffers()[0][0].data_ptr() == buffers.tensors[0][0].data_ptr():
@@ -99,8 +104,8 @@ def _layout(buffers: Buffers, capacity: int) -> list[tuple[Any, ...]]:
     return [(tensor.shape[:2], capacity, tensor.shape[3], tensor.dtype, tensor.device) for tensor in tensors]
 
 
-def _static(buffer: torch.Tensor, capacity: int, count: int = 1) -> torch.Tensor:
-    """So many new buffers of the same layout, at addresses that graphs may rely on."""
+def _new_buffers(buffer: torch.Tensor, capacity: int, count: int = 1) -> torch.Tensor:
+    """`[count, …]` new buffers of the same layout, at addresses that graphs may rely on."""
     batch, heads, _, size = buffer.shape
     with torch.inference_mode(False):  # a later call may run outside of inference mode
         return torch.zeros(count, batch, heads, capacity, size, dtype=buffer.dtype, device=buffer.device)

@@ -263,7 +263,7 @@ class Target:
         tokens = step.inputs["input_ids"]
         slots = tokens.shape[1]
         eager_pass = partial(self._eager_pass, self.model, step)
-        capacity = graphs.use_static_buffers(self.cache, slots)
+        capacity = graphs.move_to_static_buffers(self.cache, slots)
         if not capacity:
             return eager_pass()
         function: CapturablePass = self._pass
