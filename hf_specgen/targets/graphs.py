@@ -35,7 +35,8 @@ from hf_specgen.targets.static_buffers import BufferSet, GraphBuffers, GraphCach
 
 logger = logging.getLogger("hf_specgen")
 EAGER_PASSES = 4
-"""With compile="auto" so many runs of a shape are eager and the next one is captured, so that short calls capture nothing. A capture costs as much time as four or five replays save."""
+"""With compile="auto" so many runs of a shape are eager and the next one is captured, so that short calls capture
+nothing. A capture costs as much time as four or five replays save."""
 MAX_GRAPHS = 64
 """Graphs that are kept for a set of buffers: each setting of a sampled call has some of its own."""
 

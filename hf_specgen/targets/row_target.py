@@ -35,7 +35,7 @@ class RowTarget(Target):
         return self._inputs.rows_can_change(self.cache)
 
     def common(self) -> Self:
-        """A common target with this row as the first one; `append_rows` adds others."""
+        """Make a common target with this row as the first one, which shares its cache; `append_rows` adds others."""
         common = self.copy()
         common._layout = self._layout.copy()
         common._masks = StepMasks(self.model, self._masks.visible)
