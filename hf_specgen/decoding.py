@@ -70,7 +70,10 @@ class DecodingTarget(TargetView, Protocol):
 
 
 class StepOutputs(Protocol):
-    """What receives the tokens of each step, as an `OutputCollector` does; without custom criteria these are None."""
+    """What receives the tokens of each step, as an `OutputCollector` does.
+
+    `criteria` is None if there are no custom stopping criteria.
+    """
 
     @property
     def emitted_positions(self) -> int: ...
@@ -126,7 +129,7 @@ class DecodingSteps:
         """Choose the first tokens by the logits after the prompt, `[batch, 1, vocab]`."""
         model: Any = self.call.model
         has_matrix = model is None or hasattr(model.get_output_embeddings(), "weight")
-        if not has_matrix and logits.shape[-1] < (size := vocabulary_size(model)):  # as its config says
+        if not has_matrix and logits.shape[-1] < (size := vocabulary_size(model)):  # the configured one
             raise UnrepeatableError(
                 f"{type(model).__name__} has {logits.shape[-1]} outputs, but its config a vocab_size of {size}; set "
                 f"model.config.vocab_size = {logits.shape[-1]}"
@@ -137,7 +140,8 @@ class DecodingSteps:
 
     def plan_step(self, may_draft: bool = True) -> None:
         """Choose the rows that take part in the next step, and how deep each of them drafts."""
-        # Rows that have not ended, and are not too far ahead of the slowest row, which has just the emitted positions.
+        # Rows that have not ended and are less than the allowed number of tokens ahead of the slowest row, which has
+        # `emitted_positions` tokens.
         furthest = self.outputs.emitted_positions + min(self.verification.max_row_skew(), self.target.max_row_skew)
         texts = enumerate(self.state.generated)
         self._active = [not self.state.has_ended(row) and len(tokens) < furthest for row, tokens in texts]

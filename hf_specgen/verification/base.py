@@ -19,16 +19,12 @@ from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree, children
 from hf_specgen.verification.criteria import CustomCriteria
 from hf_specgen.verification.processors import LogitsPipeline, ScoreProcessors
-from hf_specgen.verification.result import VerificationResult, accepted_path
+from hf_specgen.verification.result import ChosenPaths, VerificationResult, accepted_path, values_along_paths
 
 INVALID = -1
 """Returned where no token can be sampled: the weights are NaN, as the softmax of NaN, inf or all -inf scores is."""
 INVALID_SCORES = "probability tensor contains either `inf`, `nan` or element < 0"
 """What `torch.multinomial` raises then."""
-Rows = torch.Tensor | list[dict[int, torch.Tensor]]
-"""`[vocab]` values by row and slot: `[batch, slots, vocab]`, or of some slots of each row."""
-Choices = tuple[dict[int, tuple[list[int], list[int]]], Rows, Rows]
-"""For each active row the accepted path and the tokens along it and after it; scores and logits by row and slot."""
 
 
 class Verifier(ABC):
@@ -120,11 +116,11 @@ class VerificationSession(ABC):
         """How many tokens a row may be ahead of the slowest row."""
         return float("inf")
 
-    def confirm(self, columns: int) -> None:
-        """Receive the number of confirmed columns; what was kept for them is no longer needed."""
+    def confirm(self, positions: int) -> None:
+        """Receive the number of emitted positions; what was kept for them is no longer needed."""
 
-    def end(self, columns: int) -> None:
-        """End the call, with `columns` generated columns; also called after an exception."""
+    def end(self, positions: int) -> None:
+        """End the call, with so many emitted positions; also called after an exception."""
 
     def verify(
         self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool], criteria: CustomCriteria | None = None
@@ -152,11 +148,11 @@ class VerificationSession(ABC):
         if tree.nodes and validates and bool(are_nan(logits)[list(active)].any()):
             return None
         if self.processors.score_only:
-            chosen, scores, logits_of = self._choose_at_once(tree, logits, active)
+            chosen = self._choose_at_once(tree, logits, active)
         else:
-            chosen, scores, logits_of = self._choose_by_column(tree, logits, active, criteria)
+            chosen = self._choose_by_column(tree, logits, active, criteria)
         result = VerificationResult([None] * tree.batch, [[] for _ in range(tree.batch)], [0] * tree.batch)
-        for row, (path, tokens) in chosen.items():
+        for row, (path, tokens) in chosen.paths.items():
             emitted = self.call.state.count_until_end(row, tokens)
             if INVALID in tokens[:emitted]:  # a stopping criterion may come first: the next step chooses that token
                 emitted = tokens.index(INVALID)
@@ -169,12 +165,12 @@ class VerificationSession(ABC):
             result.tokens[row] = tokens[:emitted]
             result.accepted[row] = min(len(path), emitted)
         if self.call.keeps_scores:
-            result.scores = _along(scores, result)
+            result.scores = values_along_paths(chosen.scores, result.paths)
         if self.call.keeps_logits:
-            result.logits = _along(logits_of, result)
+            result.logits = values_along_paths(chosen.logits, result.paths)
         return result
 
-    def _choose_at_once(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> Choices:
+    def _choose_at_once(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> ChosenPaths:
         """Choose the token after every node, then follow the choices down the tree."""
         scores = self.processors.score_processors(logits)
         steps = self._steps(tree, active) if self.call.do_sample else []
@@ -187,11 +183,11 @@ class VerificationSession(ABC):
         draft_tokens = tree.token_lists()
         rows = [row for row in range(tree.batch) if active[row]]
         paths = {row: accepted_path(draft_tokens[row], tree.parents[row], chosen[row]) for row in rows}
-        return paths, scores, logits
+        return ChosenPaths(paths, scores, logits)
 
     def _choose_by_column(
         self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool], criteria: CustomCriteria | None
-    ) -> Choices:
+    ) -> ChosenPaths:
         """Choose column by column along the accepted paths, for processors that depend on the preceding tokens.
 
         Rows may start at different columns. A column is decided once for all rows that have reached it, until every
@@ -202,27 +198,28 @@ class VerificationSession(ABC):
         state = self.call.state
         draft_tokens = tree.token_lists()
         nodes = [-1] * tree.batch  # the last accepted node of each row
-        chosen: dict[int, tuple[list[int], list[int]]] = {row: ([], []) for row in range(tree.batch) if active[row]}
+        paths: dict[int, list[int]] = {row: [] for row in range(tree.batch) if active[row]}
+        emitted: dict[int, list[int]] = {row: [] for row in paths}
         scores = [dict[int, torch.Tensor]() for _ in active]  # by row and slot
         logits_of = [dict[int, torch.Tensor]() for _ in active]
-        walking = list(chosen)  # rows that go on, as their last choice was a draft token
+        undecided_rows = list(paths)  # rows whose last choice was a draft token, after which another one may follow
         must_stop = False  # because of a lockstep processor or a stopping criterion
         columns = list[torch.Tensor]()
         early_criteria = criteria if self.processors.stateful else None
         with state.tentative():
-            while walking and not must_stop:
+            while undecided_rows and not must_stop:
                 # The first column that is not decided; the choices count for the rows that have reached it.
-                step = min(len(state.generated[row]) for row in walking)
+                step = min(len(state.generated[row]) for row in undecided_rows)
                 column = torch.stack([logits[row, node + 1] for row, node in enumerate(nodes)])
                 processed = self.processors.column(step, column)
                 choices = self.choose(processed[:, None], [[step]] * tree.batch, tree, [[node] for node in nodes])
                 tokens = tree.read_with(choices)
-                for row in [row for row in walking if len(state.generated[row]) == step]:
+                for row in [row for row in undecided_rows if len(state.generated[row]) == step]:
                     [token] = tokens[row]
                     slot = nodes[row] + 1
                     scores[row][slot] = processed[row]
                     logits_of[row][slot] = column[row]
-                    chosen[row][1].append(token)
+                    emitted[row].append(token)
                     child = None
                     has_ended = False
                     if token != INVALID:
@@ -231,15 +228,15 @@ class VerificationSession(ABC):
                         has_ended = state.has_ended(row)
                         child = next((node for node in siblings if draft_tokens[row][node] == token), None)
                     if child is not None:
-                        chosen[row][0].append(child)
+                        paths[row].append(child)
                         nodes[row] = child
                     if child is None or has_ended:
-                        walking.remove(row)
+                        undecided_rows.remove(row)
                         must_stop |= bool(self.processors.lockstep) and not has_ended
                 columns.append(processed)
-                if early_criteria and not any(INVALID in emitted for _, emitted in chosen.values()):
-                    must_stop |= early_criteria.stop_early(1 + step, columns)
-        return chosen, scores, logits_of
+                if early_criteria and not any(INVALID in tokens for tokens in emitted.values()):
+                    must_stop |= early_criteria.would_stop(1 + step, columns)
+        return ChosenPaths({row: (paths[row], emitted[row]) for row in paths}, scores, logits_of)
 
     def _steps(self, tree: DraftTree, active: Sequence[bool]) -> list[list[int]]:
         """Which generated token is chosen at each node; for rows that take no part, steps of an active row."""
@@ -294,15 +291,17 @@ class PathSession(VerificationSession):
 
     @abstractmethod
     def accept(self, scores: torch.Tensor, tree: DraftTree, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[batch]` the last accepted slot of each row, and the token after it, `[batch, slots]` or `[batch, 1]`.
+        """`[batch]` the last accepted slot of each row, and the token that follows it.
 
+        That token is `[batch, 1]`; or `[batch, slots]` for every slot, of which that of the last accepted one is used.
         `scores` are `[batch, slots, vocab]`, after each row's last token and after each node.
         """
 
     def choose(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        if len(nodes[0]) == 1 and tree.nodes:  # one node of each row: its children, after which nothing is drafted
+        # One node of each row, as processors read the text: verify its children alone, as a tree of depth 1.
+        if len(nodes[0]) == 1 and tree.nodes:
             tree = _children_only(tree, [node for [node] in nodes])
             scores = scores.expand(-1, 1 + tree.nodes, -1)
         drafted = Nodes.of_tree(tree, scores.device)
@@ -390,11 +389,3 @@ def perturbed(scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     vocab = min(scores.shape[-1], noise.shape[-1])
     noise = noise.view(*noise.shape[:2], *[1] * (scores.dim() - 3), -1)[..., :vocab]
     return scores[..., :vocab] - noise.log()
-
-
-def _along(values: Rows, result: VerificationResult) -> list[list[torch.Tensor]]:
-    """The `[vocab]` values of each row's emitted tokens; copies, so that the step's own tensor can be freed."""
-    return [
-        [] if path is None else [values[row][slot].clone() for slot in (0, *(node + 1 for node in path))]
-        for row, path in enumerate(result.paths)
-    ]

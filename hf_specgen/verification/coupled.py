@@ -50,7 +50,7 @@ class _CoupledSession(VerificationSession):
         super().__init__(call)
         self._noise: NoiseBuffer | None = None
         self._generator: torch.Generator | None = None  # the global one, taken for this call
-        self._confirmed = 0
+        self._emitted = 0  # positions
         if call.do_sample:
             check_multinomial(call.state.device, torch.float32)
             if call.seed is None:
@@ -85,19 +85,19 @@ class _CoupledSession(VerificationSession):
         if not self.call.do_sample:
             return None
         assert self._noise is not None, "the prefill chooses before anything is drafted"
-        return self._noise.at([[max(step, self._confirmed) for step in row] for row in steps]).to(device)
+        return self._noise.at([[max(step, self._emitted) for step in row] for row in steps]).to(device)
 
     def max_row_skew(self) -> float:
-        return self._noise.capacity if self._noise else super().max_row_skew()
+        return self._noise.max_row_skew if self._noise else super().max_row_skew()
 
-    def confirm(self, columns: int) -> None:
-        self._confirmed = columns
+    def confirm(self, positions: int) -> None:
+        self._emitted = positions
         if self._noise:
-            self._noise.release(columns)
+            self._noise.release(positions)
 
-    def end(self, columns: int) -> None:
+    def end(self, positions: int) -> None:
         if self._noise:
-            self._noise.rewind(columns)
+            self._noise.rewind(positions)
         if self._generator is not None:
             random_state.global_generator(self._generator.device).set_state(self._generator.get_state())
         self._noise = self._generator = None
@@ -123,8 +123,8 @@ class RepeatedSession(_CoupledSession):
     def _seeds(self) -> list[int]:
         return [seed.seed for seed in self._noise_seeds]
 
-    def end(self, columns: int) -> None:
-        super().end(columns)
+    def end(self, positions: int) -> None:
+        super().end(positions)
         state = self.call.state
         for prompt, seed, answer in zip(state.prompts, self._noise_seeds, state.generated, strict=True):
             self._store.keep(prompt, seed, list(answer))
@@ -155,7 +155,7 @@ class NoiseBuffer:
     ):
         check_multinomial(generators[0].device, dtype)
         # How many steps the fastest row may be ahead of the slowest.
-        self.capacity = max(MIN_BUFFERED_STEPS, MAX_NOISE_BYTES // (4 * batch * vocab))
+        self.max_row_skew = max(MIN_BUFFERED_STEPS, MAX_NOISE_BYTES // (4 * batch * vocab))
         self._shape = (batch // len(generators), vocab)  # of what each generator draws for a step
         self._dtype = dtype
         self._generators = generators

@@ -1,7 +1,8 @@
 """The stopping criteria of a call, each called once for every generated position, in the order of plain `generate`.
 
-`OutputCollector` asks at every position that it emits. Verification asks earlier, at positions that it has just chosen,
-where a logits processor may keep a state: plain `generate` does not call it after the position at which a row stops.
+`OutputCollector` calls them at every position that it emits. Verification calls them earlier, at positions that it has
+just chosen, where a logits processor may keep a state: plain `generate` does not call that one after the position at
+which a row stops.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class CustomCriteria:
         self._criteria = StoppingCriteriaList([one for one in criteria if type(one) not in BUILT_IN_CRITERIA])
         self._state = call.state
         self._do_sample = call.do_sample
-        self._early_stops: dict[int, list[bool]] = {}  # by position: asked by verification, not emitted yet
+        self._early_stops: dict[int, list[bool]] = {}  # by position: called by verification, not emitted yet
         # Processed scores `[batch, vocab]` of the emitted positions, to which `OutputCollector` appends; None unless
         # the caller asked for scores, as criteria then receive none. And whether a criterion may read them.
         self.scores: list[torch.Tensor] | None = [] if call.keeps_scores else None
@@ -42,8 +43,8 @@ class CustomCriteria:
     def __bool__(self) -> bool:
         return bool(self._criteria)
 
-    def stop_early(self, positions: int, chosen_scores: Sequence[torch.Tensor]) -> bool:
-        """Whether a row that has not stopped stops after so many generated positions, the last ones not emitted yet.
+    def would_stop(self, positions: int, chosen_scores: Sequence[torch.Tensor]) -> bool:
+        """Whether a row that has not stopped would stop after so many positions, the last ones not emitted yet.
 
         `chosen_scores` are those of the positions that are not emitted yet, whose tokens verification has chosen.
         """

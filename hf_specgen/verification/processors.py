@@ -65,7 +65,7 @@ def checked(
     function drew from the same generator, where here the noise of several steps is drawn at once. Other threads may
     draw from it at any time: where there are some, the operators of this thread are observed.
     """
-    functions = list(filter(is_users, functions))
+    functions = list(filter(is_user_defined, functions))
     if not functions:
         yield
         return
@@ -97,7 +97,7 @@ def undo_of(functions: Sequence[Any]) -> Callable[[], None]:
 
     Of Transformers' own processors those that keep a state, which a user may have made.
     """
-    functions = [function for function in functions if is_users(function) or type(function) in STATEFUL]
+    functions = [function for function in functions if is_user_defined(function) or type(function) in STATEFUL]
     attributes = [vars(function) for function in functions if hasattr(function, "__dict__")]
     copies = [{name: _copied(value) for name, value in values.items()} for values in attributes]
     generators = [value for values in attributes for value in values.values() if isinstance(value, torch.Generator)]
@@ -120,7 +120,7 @@ def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, list | dict | set | deque | np.ndarray) else value
 
 
-def is_users(function: Any) -> bool:
+def is_user_defined(function: Any) -> bool:
     """Whether a processor or criterion is none of Transformers' own, or calls a function of the user's."""
     own = type(function).__module__.startswith("transformers.")
     return not own or isinstance(function, logits_process.PrefixConstrainedLogitsProcessor)
@@ -180,8 +180,8 @@ class LogitsPipeline:
         """Those that are applied to the scores of a draft, and if they are all of them to those of the target."""
         kinds = [type(processor) for processor in processors]
         self.score_only = all(kind in SCORE_ONLY for kind in kinds)  # whether `score_processors` are all processors
-        known = SCORE_ONLY | ROW_WISE
-        dependent = [one for one in processors if type(one) not in known and not getattr(one, "row_wise", False)]
+        supported = SCORE_ONLY | ROW_WISE
+        dependent = [one for one in processors if type(one) not in supported and not getattr(one, "row_wise", False)]
         self.stateful = [name_of(one) for one in dependent]
         """The processors that may keep a state from one call to the next."""
         self.lockstep = self.stateful if state.batch > 1 else []
@@ -194,7 +194,7 @@ class LogitsPipeline:
             scores = cast(torch.Tensor, self._processors(text, logits))
         if scores is None or scores.shape[:-1] != logits.shape[:-1]:
             shape = "None" if scores is None else f"scores of shape {tuple(scores.shape)}"
-            names = ", ".join(map(name_of, filter(is_users, self._processors)))
+            names = ", ".join(map(name_of, filter(is_user_defined, self._processors)))
             problem = f"{names} returned {shape} for {len(logits)} rows; return scores [rows, vocabulary]"
             raise UnrepeatableError(problem)
         return scores

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -115,3 +115,23 @@ class TopTokens:
         packed = torch.cat([values.float().softmax(dim=-1), successors.float()], dim=1).cpu().numpy()
         probabilities, most_likely = np.split(packed, 2, axis=1)
         return cls(np.array(tokens), most_likely.astype(np.int64), probabilities)
+
+
+SlotValues = torch.Tensor | list[dict[int, torch.Tensor]]
+"""`[vocab]` values by row and slot: `[batch, slots, vocab]`, or of some slots of each row."""
+
+
+class ChosenPaths(NamedTuple):
+    """What a verification session has chosen, before a row's tokens are cut where it ends."""
+
+    paths: dict[int, tuple[list[int], list[int]]]  # of active rows the accepted nodes; the tokens along and after them
+    scores: SlotValues  # that the tokens were chosen from
+    logits: SlotValues  # before the processors
+
+
+def values_along_paths(values: SlotValues, paths: Sequence[Sequence[int] | None]) -> list[list[torch.Tensor]]:
+    """The `[vocab]` values of each row's emitted tokens; copies, so that the step's own tensor can be freed."""
+    return [
+        [] if path is None else [values[row][slot].clone() for slot in (0, *(node + 1 for node in path))]
+        for row, path in enumerate(paths)
+    ]

@@ -18,9 +18,9 @@ class RecordedNoise(CoupledVerifier):
         session = super().start(call)
         end = session.end
 
-        def end_recorded(columns: int) -> None:
-            self.noise += list(steps.values())[:columns]
-            end(columns)
+        def end_recorded(positions: int) -> None:
+            self.noise += list(steps.values())[:positions]
+            end(positions)
 
         steps, choose = dict[int, bytes](), session.choose
 

@@ -163,7 +163,7 @@ def generate_measured(inputs: dict[str, torch.Tensor], column: int = COLUMNS - 2
 @pytest.mark.parametrize("processors", PROCESSORS)
 @pytest.mark.parametrize("keep", KEEP)
 def test_output_scores_keep_no_rejected_nodes_alive(batch: int, accuracy: float, processors: str, keep: str) -> None:
-    """Would catch: scores kept as views of whole steps, or a second copy of every confirmed column.
+    """Would catch: scores kept as views of whole steps, or a second copy of every emitted position.
 
     A step of these trees has 17 nodes: kept alive, they are 17 times what plain `generate` keeps where all are
     rejected. Allowed are the nodes of three steps: the current one, its processed copy and a temporary.

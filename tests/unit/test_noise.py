@@ -80,8 +80,8 @@ def tensor_bytes(value: object) -> int:
 
 def test_capacity_is_limited_by_the_size_of_the_buffer() -> None:
     """2 rows of 2^20 float32 take 8 MiB a step: 32 steps in 256 MiB. Never fewer than 16."""
-    assert NoiseBuffer(2, 2**20, [seeded(5)]).capacity == 32
-    assert NoiseBuffer(2, 2**30, [seeded(5)]).capacity == coupled.MIN_BUFFERED_STEPS == 16
+    assert NoiseBuffer(2, 2**20, [seeded(5)]).max_row_skew == 32
+    assert NoiseBuffer(2, 2**30, [seeded(5)]).max_row_skew == coupled.MIN_BUFFERED_STEPS == 16
 
 
 @pytest.mark.parametrize("defect", ["other tokens", "more noise"])
@@ -162,7 +162,7 @@ def test_row_noise_of_a_row_depends_on_its_seed_alone() -> None:
     alone = [NoiseBuffer(1, VOCAB, [seeded(seed)]).at([[4]])[0, 0] for seed in (5, 6)]
     assert torch.equal(together, torch.stack([alone[0], alone[1], alone[0]]))
     rows.release(9)
-    assert rows.capacity == NoiseBuffer(3, VOCAB, [seeded(5)]).capacity
+    assert rows.max_row_skew == NoiseBuffer(3, VOCAB, [seeded(5)]).max_row_skew
 
 
 def taken(seeds: NoiseSeeds, weights: int, rows: int) -> list[NoiseSeed]:
