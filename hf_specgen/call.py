@@ -72,7 +72,7 @@ class GenerationState:
         self.pad_id = pad_id
         self.device = input_ids.device
         self.default_device = torch.get_default_device()  # where the user's functions make tensors
-        self.stopped = [False] * self.batch  # whether plain `generate` stops a row at its last emitted column
+        self.stopped = [False] * self.batch  # whether plain `generate` stops a row at its last emitted position
         self._columns = input_ids.cpu().numpy().astype(np.int64)  # prompts and texts, padded on the right
 
     @classmethod

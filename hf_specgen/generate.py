@@ -172,7 +172,7 @@ def speculate(
         verification: "exact" (the tokens of plain `generate`, also when sampling with a seed), "rejection" (the same
             distribution, but not the same seed), "typical" (LOSSY: accepts what the target finds plausible), or a
             `Verifier`.
-        streamer: receives the prompt, then every emitted column, as a streamer given to `generate` does.
+        streamer: receives the prompt, then every emitted position, as a streamer given to `generate` does.
         policy: chooses the draft depth of this call, step by step; the strategy's own policy if left out.
         monitor: receives every step.
         compile: "auto" captures forward passes as CUDA graphs on a GPU, after the first steps and where it works;

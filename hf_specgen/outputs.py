@@ -1,11 +1,11 @@
-"""Assembles the outputs of a call column by column: stopping criteria, streamer, scores, padding, the returned object.
+"""Assembles the outputs of a call by position: stopping criteria, streamer, scores, padding, the returned object.
 
 Speculation extends rows at different speeds. A generated position is *emitted* once every row that has not ended has a
 token in it; only then do the stopping criteria and the streamer receive it, in the order in which plain `generate`
 passes it.
 
 Plain `generate` feeds padding to ended rows until the last row ends. The results appear only in the returned cache and
-scores, so here one forward pass at the end of the call processes all padding; or one pass for each column, if a
+scores, so here one forward pass at the end of the call processes all padding; or one pass for each position, if a
 stopping criterion receives its scores.
 """
 
@@ -42,7 +42,7 @@ class EncoderDecoderSpeculativeOutput(GenerateEncoderDecoderOutput):
 
 
 class OutputCollector:
-    """Emits complete columns, stops rows where plain `generate` stops them, and collects scores if they were asked for.
+    """Emits complete positions, stops rows where plain `generate` stops them, and collects scores if asked for.
 
     The target, and the processors of the call, are used for the padding of ended rows.
     """
@@ -62,7 +62,7 @@ class OutputCollector:
         self.criteria = criteria
         self._streamer = streamer
         self.emitted_positions = 0
-        # Emitted columns `[batch, vocab]` by name, and those of each row that wait for other rows.
+        # By name the values of emitted positions, `[batch, vocab]`, and those of each row that wait for other rows.
         self._kept: dict[str, list[torch.Tensor]] = {}
         if criteria.scores is not None:
             self._kept["scores"] = criteria.scores
@@ -84,19 +84,19 @@ class OutputCollector:
         return is_cut and self._target.has_recurrent_state
 
     def stream(self, ids: torch.Tensor) -> None:
-        """Pass the prompt or a column to the streamer; raise if that draws the random numbers of later columns."""
+        """Pass the prompt or a position to the streamer; raise if that draws the random numbers of later ones."""
         if self._streamer is not None:
             state = self._state
             with checked([self._streamer], state.prefix(0), self._call.do_sample, state.default_device, ValueError):
                 self._streamer.put(ids)
 
     def add(self, result: VerificationResult) -> None:
-        """Add a step whose tokens have been appended to the state, and emit the columns that it completes."""
+        """Add a step whose tokens have been appended to the state, and emit the positions that it completes."""
         for name, rows in self._waiting.items():
             for waiting, new in zip(rows, getattr(result, name), strict=True):
                 waiting.extend(new)
-        while not self._state.all_stopped and self._column_is_complete():
-            self._emit_column()
+        while not self._state.all_stopped and self._position_is_complete():
+            self._emit_position()
         if self._state.all_stopped:
             for row, tokens in enumerate(self._state.generated):
                 if len(tokens) > self.emitted_positions:
@@ -121,24 +121,24 @@ class OutputCollector:
         if not call.config.return_dict_in_generate:
             return self.output_ids()
         assert call.model is not None
-        fields: dict[str, Any] = {name: tuple(columns) for name, columns in self._kept.items()}
+        fields: dict[str, Any] = {name: tuple(values) for name, values in self._kept.items()}
         fields |= {"sequences": self.output_ids(), CACHE: cache}
         is_encoder_decoder = call.model.config.is_encoder_decoder
         output = (EncoderDecoderSpeculativeOutput if is_encoder_decoder else SpeculativeOutput)(**fields)
         output.speculation = statistics
         return output
 
-    def _column_is_complete(self) -> bool:
+    def _position_is_complete(self) -> bool:
         state = self._state
         return all(
             len(tokens) > self.emitted_positions or (stopped and state.pad_id is not None)
             for tokens, stopped in zip(state.generated, state.stopped, strict=True)
         )
 
-    def _emit_column(self) -> None:
-        """Emit the next column: keep its scores, call criteria and streamer, stop rows."""
+    def _emit_position(self) -> None:
+        """Emit the next position: keep its scores, call criteria and streamer, stop rows."""
         state = self._state
-        column = self.emitted_positions
+        position = self.emitted_positions
         self.emitted_positions += 1
         for name, rows in self._waiting.items():
             blank = torch.zeros_like(next(row[0] for row in rows if row))  # of ended rows, until padding is processed
@@ -148,7 +148,7 @@ class OutputCollector:
         if has_padding and "scores" in self._kept and self.criteria.reads_scores:
             self._process_padding()
         stops = self.criteria.stops(self.emitted_positions)
-        tokens = [text[column] if column < len(text) else state.pad_id for text in state.generated]
+        tokens = [text[position] if position < len(text) else state.pad_id for text in state.generated]
         if self._streamer is not None:
             self.stream(torch.tensor(tokens))
         at_length = state.prompt_length + self.emitted_positions >= state.max_length
@@ -160,7 +160,7 @@ class OutputCollector:
                 state.truncate(row, min(len(text), self.emitted_positions))
 
     def _process_padding(self) -> None:
-        """Cut the cache of ended rows to the output, process their padding up to the last column, add its scores."""
+        """Cut the cache of ended rows to the output, process their padding up to the last position, add its scores."""
         state = self._state
         target = self._target.copy()  # which keeps what drafters read of the last step, in the middle of a call
         ends = [len(text) + padding for text, padding in zip(state.generated, self._processed_padding, strict=True)]
@@ -187,17 +187,17 @@ class OutputCollector:
             self._fill_in_scores(torch.cat(logits, dim=1), missing)
 
     def _fill_in_scores(self, logits: torch.Tensor, missing: Sequence[int]) -> None:
-        """Put the logits `[batch, padding, vocab]` of the last columns into rows where they are missing."""
+        """Put the logits `[batch, padding, vocab]` of the last positions into rows where they are missing."""
         rows = torch.arange(len(missing), device=logits.device)
-        for column in range(self.emitted_positions - max(missing), self.emitted_positions):
-            # Which padding token of each row chose the column; negative for those that had not ended there.
-            offsets = [column - (self.emitted_positions - count) for count in missing]
+        for position in range(self.emitted_positions - max(missing), self.emitted_positions):
+            # Which padding token of each row chose the position; negative for those that had not ended there.
+            offsets = [position - (self.emitted_positions - count) for count in missing]
             nodes = torch.tensor([max(offset, 0) for offset in offsets], device=logits.device)
-            column_logits = logits[rows, nodes].to(self._state.device)
-            values = {"logits": column_logits}
+            logits_at = logits[rows, nodes].to(self._state.device)
+            values = {"logits": logits_at}
             if not self._processors.lockstep:  # they may change the logits in place
-                values["scores"] = self._processors.column(column, column_logits)
+                values["scores"] = self._processors.scores_at(position, logits_at)
             for row, offset in enumerate(offsets):
                 if offset >= 0 and missing[row]:
-                    for name, columns in self._kept.items():
-                        columns[column][row] = values[name][row]
+                    for name, kept in self._kept.items():
+                        kept[position][row] = values[name][row]

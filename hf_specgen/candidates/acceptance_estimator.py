@@ -103,12 +103,12 @@ class AcceptanceEstimator:
         self._accepted_tokens = 2.0
         self._expected_tokens = 2.0
 
-    def scaled(self, paths: Floats) -> Floats:
+    def scaled(self, probability: Floats) -> Floats:
         """Path probabilities times the ratio of accepted to expected draft tokens, at most 1.
 
         Corrects a drafter whose probabilities are too high or too low.
         """
-        return np.minimum(self._accepted_tokens / self._expected_tokens * paths, 1.0)
+        return np.minimum(self._accepted_tokens / self._expected_tokens * probability, 1.0)
 
     def record_outcome(self, accepted: float, expected: float) -> None:
         """Record how many draft tokens were accepted, and the sum of their path probabilities."""

@@ -137,9 +137,9 @@ class AdaptiveSession(PolicySession):
         self._loss = memory.recall(self._model, self._key, DraftingLoss)
         self._timer: DrafterTimer | None = None
         self._pass_timers: PassTimers | None = None
-        # A prior: two verified tokens, accepted with 0.7.
+        # Draft tokens up to the first rejected one of a row: no later one was tested. A prior: two, accepted with 0.7.
         self._accepted = 1.4
-        self._verified = 2.0
+        self._tested = 2.0
         self._nodes_per_level = 1.0
         self._uncached = call.context_length
         self._has_drafted = False
@@ -234,7 +234,7 @@ class AdaptiveSession(PolicySession):
         depths = np.arange(1, min(self._call.drafting.k, limit) + 1)
         nodes = self._nodes_per_level * depths
         with np.errstate(under="ignore"):
-            tokens = 1 + np.cumsum((self._accepted / self._verified) ** depths)
+            tokens = 1 + np.cumsum((self._accepted / self._tested) ** depths)
         seconds = np.array([target.seconds_of(rows * (1 + count)) for count in nodes])
         return 1 + fastest(tokens, seconds + drafter.overhead + depths * drafter.pass_seconds(rows + others))
 
@@ -268,5 +268,5 @@ class AdaptiveSession(PolicySession):
         # How often a token is accepted, given that those before it are: of each row up to the first rejected one.
         if drafted:
             self._accepted = FORGETTING * self._accepted + sum(row.accepted for row in drafted)
-            self._verified = FORGETTING * self._verified + sum(min(row.depth, row.accepted + 1) for row in drafted)
+            self._tested = FORGETTING * self._tested + sum(min(row.depth, row.accepted + 1) for row in drafted)
             self._nodes_per_level = max(row.drafted for row in drafted) / step.depth

@@ -150,7 +150,7 @@ class VerificationSession(ABC):
         if self.processors.score_only:
             chosen = self._choose_at_once(tree, logits, active)
         else:
-            chosen = self._choose_by_column(tree, logits, active, criteria)
+            chosen = self._choose_by_position(tree, logits, active, criteria)
         result = VerificationResult([None] * tree.batch, [[] for _ in range(tree.batch)], [0] * tree.batch)
         for row, (path, tokens) in chosen.paths.items():
             emitted = self.call.state.count_until_end(row, tokens)
@@ -185,15 +185,15 @@ class VerificationSession(ABC):
         paths = {row: accepted_path(draft_tokens[row], tree.parents[row], chosen[row]) for row in rows}
         return ChosenPaths(paths, scores, logits)
 
-    def _choose_by_column(
+    def _choose_by_position(
         self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool], criteria: CustomCriteria | None
     ) -> ChosenPaths:
-        """Choose column by column along the accepted paths, for processors that depend on the preceding tokens.
+        """Choose position by position along the accepted paths, for processors that depend on the preceding tokens.
 
-        Rows may start at different columns. A column is decided once for all rows that have reached it, until every
+        Rows may start at different positions. One is decided once for all rows that have reached it, until every
         row has chosen a token outside its draft or has ended; in lockstep, until one row has chosen such a token. The
         chosen tokens are appended to the state tentatively, so that processors see them. Processors that may keep a
-        state are not called behind a column at which a criterion stops a row; there all rows are at the same column.
+        state are not called behind a position at which a criterion stops a row; there all rows are at the same one.
         """
         state = self.call.state
         draft_tokens = tree.token_lists()
@@ -204,21 +204,21 @@ class VerificationSession(ABC):
         logits_of = [dict[int, torch.Tensor]() for _ in active]
         undecided_rows = list(paths)  # rows whose last choice was a draft token, after which another one may follow
         must_stop = False  # because of a lockstep processor or a stopping criterion
-        columns = list[torch.Tensor]()
+        scores_by_position = list[torch.Tensor]()
         early_criteria = criteria if self.processors.stateful else None
         with state.tentative():
             while undecided_rows and not must_stop:
-                # The first column that is not decided; the choices count for the rows that have reached it.
+                # The first position that is not decided; the choices count for the rows that have reached it.
                 step = min(len(state.generated[row]) for row in undecided_rows)
-                column = torch.stack([logits[row, node + 1] for row, node in enumerate(nodes)])
-                processed = self.processors.column(step, column)
+                logits_at = torch.stack([logits[row, node + 1] for row, node in enumerate(nodes)])
+                processed = self.processors.scores_at(step, logits_at)
                 choices = self.choose(processed[:, None], [[step]] * tree.batch, tree, [[node] for node in nodes])
                 tokens = tree.read_with(choices)
                 for row in [row for row in undecided_rows if len(state.generated[row]) == step]:
                     [token] = tokens[row]
                     slot = nodes[row] + 1
                     scores[row][slot] = processed[row]
-                    logits_of[row][slot] = column[row]
+                    logits_of[row][slot] = logits_at[row]
                     emitted[row].append(token)
                     child = None
                     has_ended = False
@@ -233,9 +233,9 @@ class VerificationSession(ABC):
                     if child is None or has_ended:
                         undecided_rows.remove(row)
                         must_stop |= bool(self.processors.lockstep) and not has_ended
-                columns.append(processed)
+                scores_by_position.append(processed)
                 if early_criteria and not any(INVALID in tokens for tokens in emitted.values()):
-                    must_stop |= early_criteria.would_stop(1 + step, columns)
+                    must_stop |= early_criteria.would_stop(1 + step, scores_by_position)
         return ChosenPaths({row: (paths[row], emitted[row]) for row in paths}, scores, logits_of)
 
     def _steps(self, tree: DraftTree, active: Sequence[bool]) -> list[list[int]]:

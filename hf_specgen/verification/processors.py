@@ -4,9 +4,9 @@ Processors fall into three kinds:
 
 - *score-only* (temperature, top-k, top-p, …) ignore the tokens: one call for all nodes of all rows;
 - *row-wise* (repetition penalty, bad words, minimum length, …) are functions of one row's tokens and scores: called
-  column by column along the accepted path, while rows advance independently;
+  position by position along the accepted path, while rows advance independently;
 - any other processor may keep a state from call to call (grammars, guidance, some watermarks): the rows then advance
-  in lockstep, one call per column, in the order of plain `generate`. A custom row-wise processor can declare itself
+  in lockstep, one call per position, in the order of plain `generate`. A custom row-wise processor can declare itself
   with an attribute ``row_wise = True``; it must accept other rows padded at their end.
 """
 
@@ -187,8 +187,8 @@ class LogitsPipeline:
         self.lockstep = self.stateful if state.batch > 1 else []
         """The processors for which all rows have to advance by the same number of tokens."""
 
-    def column(self, step: int, logits: torch.Tensor) -> torch.Tensor:
-        """Processed scores of one generated column, `[batch, vocab]`; rows that have not reached it are ignored."""
+    def scores_at(self, step: int, logits: torch.Tensor) -> torch.Tensor:
+        """Processed scores of one generated position, `[batch, vocab]`; rows that have not reached it are ignored."""
         text = self._state.prefix(self._state.prompt_length + step)
         with checked(self._processors, text, self._do_sample, self._state.default_device):
             scores = cast(torch.Tensor, self._processors(text, logits))

@@ -21,7 +21,7 @@ class RowWisePrefixReader(PrefixReader):
 
 
 class RowWiseIdentity(LogitsProcessor):
-    """Changes nothing, but makes verification walk column by column."""
+    """Changes nothing, but makes verification choose position by position."""
 
     row_wise = True
 
@@ -30,7 +30,7 @@ class RowWiseIdentity(LogitsProcessor):
 
 
 class StatefulReader(LogitsProcessor):
-    """Keeps a decaying count of all tokens; fails unless it is called once per column, in order."""
+    """Keeps a decaying count of all tokens; fails unless it is called once per position, in order."""
 
     def __init__(self) -> None:
         self.memory: torch.Tensor | None = None

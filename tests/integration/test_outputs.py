@@ -123,7 +123,7 @@ VOCAB = 2_000
 COLUMNS = 40
 K = 8
 KEEP = {"scores": {"output_scores": True}, "scores and logits": {"output_scores": True, "output_logits": True}}
-PROCESSORS: dict[str, Any] = {"at once": {"suppress_tokens": [5]}, "column walk": {"repetition_penalty": 1.2}}
+PROCESSORS: dict[str, Any] = {"at once": {"suppress_tokens": [5]}, "by position": {"repetition_penalty": 1.2}}
 
 
 def logits_bytes() -> int:

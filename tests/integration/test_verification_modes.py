@@ -271,7 +271,7 @@ def nan_behind(model: Any, token: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("verification", VERIFICATION)
-@pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.2}], ids=["at once", "column walk"])
+@pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.2}], ids=["at once", "by position"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_sampling_invalid_logits_of_rejected_node_do_not_raise(verification: str, processors: dict, batch: int) -> None:
     """Would catch: an error for scores that plain `generate` never computes. Logits are NaN after token 98 only."""

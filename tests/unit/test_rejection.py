@@ -99,7 +99,7 @@ DRAFTS = [(sampled, CHAIN), (sampled, TREE), (close, TREE), (deterministic, TREE
 
 @pytest.mark.parametrize(("draw", "parents", "walks"), [*((*case, ()) for case in DRAFTS), (sampled, TREE, (WALK,))])
 def test_rejection_every_position_has_the_distribution_of_the_target(draw: Draw, parents: Any, walks: Any) -> None:
-    """Would catch: an error in the acceptance test, residual, siblings, bonus token, or slots of a column walk."""
+    """Would catch: an error in the acceptance test, residual, siblings, bonus token, or slots of single positions."""
     texts = emitted(RejectionVerifier(), draw, parents, TRIALS // (2 if walks else 1), *walks)
     assert (texts[:, 1] >= 0).float().mean() > 0.1  # accepted at least one draft token
     assert min(p_values(texts)) > PLAUSIBLE
@@ -142,7 +142,7 @@ def test_path_weights_agree_with_the_reference(draw: Draw, parents: Parents) -> 
 
 @pytest.mark.parametrize(("parents", "least"), [(CHAIN, 1.03), (TREE, 1.008)])
 def test_rejection_paths_accept_more_than_tokens_one_by_one(parents: Parents, least: float) -> None:
-    """The same drafts, and a column walk that verifies token by token; the tree is two tokens deep: 1.013."""
+    """The same drafts, verified position by position; the tree is two tokens deep: 1.013."""
     tokens = []
     for walks in ((), (WALK,)):
         texts = emitted(RejectionVerifier(), close, parents, 6_000, *walks)
@@ -238,7 +238,7 @@ def plausible_logits(tokens: list[int]) -> torch.Tensor:
 
 
 def verify(verifier: Verifier, tree: DraftTree, logits: torch.Tensor, walk: bool = False) -> VerificationResult:
-    """One greedy step; column by column if `walk`."""
+    """One greedy step; position by position if `walk`."""
     processors = LogitsProcessorList([RowWiseIdentity()] if walk else [])
     return verify_once(verifier, tree, logits, processors, do_sample=False)
 
@@ -262,13 +262,13 @@ def test_typical_verify_takes_the_branch_with_the_longest_accepted_path() -> Non
 
 
 def test_typical_column_walk_takes_the_first_plausible_branch() -> None:
-    """Column by column nothing is known of deeper nodes; the accepted tokens still follow the rule."""
+    """Position by position nothing is known of deeper nodes; the accepted tokens still follow the rule."""
     tree = DraftTree(torch.tensor([[9, 2, 3, 1, 2, 1, 2, 9]]), (BRANCHES,))
     result = verify(TypicalVerifier(), tree, plausible_logits([1, 2, 3]), walk=True)
     assert result.paths == [[1, 3, 4]] and result.tokens == [[2, 1, 2, 1]]
 
 
-@pytest.mark.parametrize("walk", [False, True], ids=["at-once", "column-walk"])
+@pytest.mark.parametrize("walk", [False, True], ids=["at-once", "by-position"])
 @given(data=st.data())
 def test_typical_greedy_accepts_at_least_as_much_as_exact(walk: bool, data: st.DataObject) -> None:
     """exp(-entropy) never exceeds the largest probability, so the most likely token is always accepted.
