@@ -32,7 +32,7 @@ from tests.fuzz.situations import CACHE_USES, DRAFTER_FAULTS, INTERVENTIONS, sin
 # Faults in the package itself that the random tester must find: `MUTATIONS`
 
 accepted_path = vars(verification)["accepted_path"]
-along = vars(verification)["_along"]
+along = vars(verification)["values_along_paths"]
 positions = RowLayout.positions
 noise_at = NoiseBuffer.at
 values_of = TreeBuilder._values
@@ -41,7 +41,7 @@ from_dynamic = RaggedCache.from_dynamic
 prefix = GenerationState.prefix
 append = GenerationState.append
 run_early = EarlyExitTarget.run_early
-column_scores = LogitsPipeline.column
+scores_at = LogitsPipeline.scores_at
 of_call = GenerationState.of_call.__func__  # type: ignore[attr-defined]
 
 
@@ -86,9 +86,9 @@ def _without_end_tokens(cls: Any, *args: Any) -> GenerationState:
     return state
 
 
-def _scores_of_the_last_token(values: torch.Tensor, result: Any) -> list[list[torch.Tensor]]:
+def _scores_of_the_last_token(values: torch.Tensor, paths: Any) -> list[list[torch.Tensor]]:
     """The scores of every emitted token are those of the row's last one."""
-    return [[row[-1]] * len(row) if row else row for row in along(values, result)]
+    return [[row[-1]] * len(row) if row else row for row in along(values, paths)]
 
 
 def _layers_stay_replaced(self: Any, *given: Any, **named: Any) -> Any:
@@ -134,7 +134,7 @@ def _values_with_nan(self: Any, ids: Any) -> torch.Tensor:
 
 
 def _finite_scores(self: Any, *arguments: Any) -> torch.Tensor:
-    return column_scores(self, *arguments).clamp(min=-1e4)
+    return scores_at(self, *arguments).clamp(min=-1e4)
 
 
 _PLACES: dict[str, tuple[Any, str, Any]] = {
@@ -146,9 +146,9 @@ _PLACES: dict[str, tuple[Any, str, Any]] = {
     "rejected tokens stay in the cache": (RaggedCache, "keep_accepted", _keep_rejected_tokens),
     "accepted nodes not moved": (RaggedLayer, "move", lambda self, rows, source, destination: None),
     "processors see a prefix off by one": (GenerationState, "prefix", _prefix_one_column_short),
-    "suppressed tokens are possible": (LogitsPipeline, "column", _finite_scores),
+    "suppressed tokens are possible": (LogitsPipeline, "scores_at", _finite_scores),
     "end tokens are passed over": (GenerationState, "of_call", classmethod(_without_end_tokens)),
-    "scores of another token": (verification, "_along", _scores_of_the_last_token),
+    "scores of another token": (verification, "values_along_paths", _scores_of_the_last_token),
     "model not restored after an exception": (EarlyExitTarget, "run_early", _layers_stay_replaced),
     "given cache not restored after an exception": (
         RaggedCache,
