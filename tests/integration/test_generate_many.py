@@ -411,6 +411,44 @@ def test_rows_pause_together_once_drafting_has_lost_time() -> None:
     assert 0 < sum(step.has_draft for step in strategy.speculation.batch_steps) <= 3
 
 
+class RecordedOutcomes(RepeatedTokens):
+    """Drafts one token twice for prompts of an even length, with estimates, and records what its session observes."""
+
+    adaptive_tree = True  # so that drafts have two tokens where one would be faster
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outcomes: list[tuple[list[int], list[int], list[int]]] = []  # drafted, verified, accepted of each row
+
+    def start(self, batch: DraftBatch) -> DraftSession:
+        session: Any = super().start(batch)
+        drafted = list[int]()
+
+        def draft(max_depths: Sequence[int]) -> DraftTree:
+            texts = zip(batch.state.pending(), batch.state.prompts, max_depths, strict=True)
+            rows = [[token] * (depth if len(prompt) % 4 else 0) for token, prompt, depth in texts]
+            drafted[:] = map(len, rows)
+            chains = [(row, tuple(range(-1, len(row) - 1))) for row in rows]
+            return DraftTree.from_nodes(chains, tuple((0.9, 0.1)[: len(row)] for row in rows))
+
+        session.draft = draft
+        session.observe = lambda result: self.outcomes.append(([*drafted], result.verified, result.accepted))
+        return session
+
+
+def test_shared_drafter_observes_how_many_nodes_the_common_cut_has_left() -> None:
+    """Would catch: nodes that were cut off before verification, which the drafter counts as rejected."""
+    model, prompts = tiny_model("llama"), some_prompts(4)
+    latency = LatencyModel.from_curves(CostCurve((1, 2, 3), (1.0, 1.1, 2.0), context=64, batch=4))
+    strategy = RecordedOutcomes()
+    assert many(model, prompts, strategy, policy=AdaptiveDepth(latency), **GREEDY) == alone(model, prompts, **GREEDY)
+    assert any(2 in drafted for drafted, _, _ in strategy.outcomes), "the drafts would be cut"
+    assert any(0 in drafted for drafted, _, _ in strategy.outcomes)
+    for drafted, verified, accepted in strategy.outcomes:
+        assert [min(count, 1) for count in drafted] == verified
+        assert all(count <= most for count, most in zip(accepted, verified, strict=True))
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
