@@ -171,8 +171,11 @@ class RowSession(DraftSession):
         super().__init__(batch)
         self.tokens_per_pass = ()
         self._shared = shared
-        # By layer the states of the steps before the call joins.
-        self._earlier_states: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
+        # By layer the states of the steps before the call joins; None if it never joins, as it is too short for the
+        # drafter's prefill: later in the call, and beside more rows, it costs even more.
+        self._earlier_states: dict[int, list[torch.Tensor]] | None = None
+        if batch.prefill_is_short():
+            self._earlier_states = {layer: [] for layer in layers}
         self.tree = DraftTree.empty(1)
         self.result: VerificationResult | None = None  # of the last step, until `SharedDraft.draft` passes it on
         self.is_active = True  # whether the call has not ended
@@ -183,12 +186,15 @@ class RowSession(DraftSession):
         [states] = self.batch.committed_states(aux_layers)
         if self.has_joined:
             return states if self.result is not None else states[:0]
+        assert self._earlier_states is not None, "a call without states does not join"
         by_layer = [self._earlier_states[layer] for layer in aux_layers]
         earlier = [torch.cat(states_of_step, dim=-1) for states_of_step in zip(*by_layer, strict=True)]
         return torch.cat([*earlier, states])
 
     def plan(self, max_depths: Sequence[int]) -> None:
         """Receive the depth of the next draft; until the first one, keep the hidden states of every step."""
+        if self._earlier_states is None:
+            return
         if self.has_joined or max_depths[0]:
             self._shared.planned[self] = max_depths[0]
         else:
@@ -216,6 +222,7 @@ class RowSession(DraftSession):
 
     def end(self) -> None:
         self.is_active = False
+        self._earlier_states = None
 
 
 class SharedRowState:
