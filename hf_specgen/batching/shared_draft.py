@@ -144,7 +144,7 @@ class SharedDraft:
             paths = [result.paths[0] for result in results]
             tokens = [result.tokens[0] for result in results]
             accepted = [result.accepted[0] for result in results]
-            # In a combination it is not known how many were verified: then all of them count.
+            # Where a draft was changed before verification, it is not known how many were verified: then all count.
             drafted = [len(row.tree.parents[0]) for row in self.rows]
             verified = [sum(result.verified or [nodes]) for result, nodes in zip(results, drafted, strict=True)]
             self._session.observe(VerificationResult(paths, tokens, accepted, verified=verified))
