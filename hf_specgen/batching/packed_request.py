@@ -133,6 +133,7 @@ class Request:
     """
 
     def __init__(self, state: Any, context: RequestContext):
+        self._scheduled = state
         prompt = transformers_batching.prompt_length(state)
         tokens = state.initial_tokens + state.generated_tokens
         # The maximum length of the whole text, also after an eviction: `initial_tokens` then includes the generated
@@ -171,6 +172,18 @@ class Request:
     def generated(self) -> list[int]:
         """The generated tokens."""
         return self.steps.state.generated[0]
+
+    def continues_as(self, state: Any) -> bool:
+        """Whether a scheduled `RequestState` is this request, rather than another one with the same `request_id`.
+
+        A request that is evicted from the cache gets a new `RequestState`, whose prompt includes the generated tokens.
+        """
+        if state is not self._scheduled:
+            text = self.steps.state.prompts[0] + self.generated
+            if not transformers_batching.was_evicted(state) or state.initial_tokens != text:
+                return False
+            self._scheduled = state
+        return True
 
     def verify(self, scores: torch.Tensor) -> list[int]:
         """Verify the draft by the scores `[1 + nodes, vocab]`; returns the tokens that are appended."""

@@ -132,14 +132,21 @@ class PackedSteps:
         """End cancelled requests, begin new ones, and set `_step` and `_num_decoding`."""
         for name in filter(self._processor.scheduler.request_is_cancelled, list(self._requests)):
             self._finished(self._requests.pop(name).end())
-        for future in scheduled:
-            if future.state.request_id not in self._requests:
-                request = Request(future.state, self._request_context)
-                self._requests[future.state.request_id] = request
-                if request.refusal:
-                    _warn_of_refusal(self._refusals, request.refusal)
-        self._step = [(future, self._requests[future.state.request_id]) for future in scheduled]
+        self._step = [(future, self._request_of(future.state)) for future in scheduled]
         self._num_decoding = sum(bool(future.has_new_token and future.state.generated_tokens) for future in scheduled)
+
+    def _request_of(self, state: Any) -> Request:
+        """The request of a scheduled `RequestState`, begun if it is new."""
+        request = self._requests.get(state.request_id)
+        if request is not None and not request.continues_as(state):
+            # It was cancelled while no request was scheduled, and its `request_id` was then used again.
+            self._finished(self._requests.pop(state.request_id).end())
+            request = None
+        if request is None:
+            request = self._requests[state.request_id] = Request(state, self._request_context)
+            if request.refusal:
+                _warn_of_refusal(self._refusals, request.refusal)
+        return request
 
     def _draft(self, most: int) -> None:
         """Draft for the decoding requests, if a step with up to `most` draft tokens, all accepted, would be faster."""

@@ -111,12 +111,17 @@ def move_slots(cache: Any, moves: dict[str, tuple[list[int], list[int]]]) -> Non
                     states.index_copy_(0, write, states.index_select(0, read))
 
 
-def prompt_length(state: Any) -> int:
-    """The number of prompt tokens of a continuous-batching request. Symbol: `RequestState._true_initial_tokens`.
+def was_evicted(state: Any) -> bool:
+    """Whether a request starts again after its eviction from the cache. Symbol: `RequestState._true_initial_tokens`.
 
-    The attribute is 0 until the request is evicted from the cache; then `initial_tokens` also contains the tokens that
-    were generated before.
+    The attribute is then the length of the prompt, and `initial_tokens` also contains the tokens that were generated
+    before; else it is 0.
     """
+    return bool(state._true_initial_tokens)
+
+
+def prompt_length(state: Any) -> int:
+    """The number of prompt tokens of a continuous-batching request. Symbol: see `was_evicted`."""
     return int(state._true_initial_tokens or len(state.initial_tokens))
 
 

@@ -1,0 +1,54 @@
+"""Requests of a continuous-batching manager: their names, how they end, and what their drafts need."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig
+
+import hf_specgen
+from hf_specgen import NgramCandidates
+from hf_specgen.batching.transformers_batching import request_number
+from tests.helpers import fresh_model
+from tests.helpers.batching import SMALL, config, requests
+
+
+def started(model: Any, settings: Any = None, **batching: Any) -> Any:
+    """A running manager with the settings of `generate`."""
+    batching_config = ContinuousBatchingConfig(**{**SMALL, **batching})
+    manager = model.init_continuous_batching(generation_config=settings, continuous_batching_config=batching_config)
+    manager.start()
+    return manager
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("the manager did not get there in 20 seconds")
+
+
+def test_request_id_of_a_cancelled_request_is_used_again() -> None:
+    """Would catch: the noise, the limit or the draft session of the cancelled request, where no step came between."""
+    model, (first, second) = fresh_model("llama"), requests(2)
+    settings = config(do_sample=True, temperature=0.8, top_k=20, max_new_tokens=8, eos_token_id=[0])
+    hf_specgen.attach(model, NgramCandidates(k=3), strict=True)
+    manager = started(model, settings, seed=50)
+    try:
+        manager.add_request(first, request_id="x", max_new_tokens=400, streaming=True)
+        assert manager.get_result(timeout=20) is not None
+        manager.cancel_request("x")
+        wait_until(lambda: not manager.batch_processor.has_pending_requests())
+        while manager.get_result(timeout=0.1):
+            pass
+        manager.add_request(second, request_id="x")
+        result = manager.get_result(timeout=20)
+    finally:
+        manager.stop(block=True)
+    torch.manual_seed(50 + request_number(type("State", (), {"request_id": "x"})))
+    ids = model.generate(torch.tensor([second]), generation_config=settings, candidate_generator=None)
+    assert result is not None and result.error is None
+    assert result.generated_tokens == ids[0, len(second) :].tolist()
+    assert hf_specgen.statistics(model).calls == 2
