@@ -96,6 +96,7 @@ class PackedSteps:
         self._states: list[torch.Tensor] = []  # captured hidden states, by layer
         self._scores: torch.Tensor
 
+    @torch.no_grad()  # Transformers' thread has autograd on, but for the forward passes of the target
     def extend(self, scheduled: Sequence[Any], tokens: int, token_budget: int) -> int:
         """Add draft tokens to the requests of a scheduled step, Transformers' `FutureRequestState`; returns how many.
 
@@ -240,6 +241,7 @@ class PackedSteps:
         """Receive the processed scores, `[1, rows, vocab]`; tokens are chosen from them in `verify`."""
         self._scores = scores[0]
 
+    @torch.no_grad()
     def verify(self) -> tuple[list[int], list[float] | None]:
         """Verify all drafts; returns the last new token of each request that got one, and its log-probability.
 

@@ -8,10 +8,10 @@ import torch
 from transformers import ContinuousBatchingConfig
 
 import hf_specgen
-from hf_specgen import NgramCandidates
+from hf_specgen import DraftModelCandidates, NgramCandidates
 from hf_specgen.batching.transformers_batching import request_number
 from tests.helpers import fresh_model
-from tests.helpers.batching import SMALL, config, requests
+from tests.helpers.batching import SMALL, config, requests, run
 
 
 def started(model: Any, settings: Any = None, **batching: Any) -> Any:
@@ -52,3 +52,15 @@ def test_request_id_of_a_cancelled_request_is_used_again() -> None:
     assert result is not None and result.error is None
     assert result.generated_tokens == ids[0, len(second) :].tolist()
     assert hf_specgen.statistics(model).calls == 2
+
+
+def test_draft_caches_keep_no_activations() -> None:
+    """Would catch: prefills of the draft model with autograd, whose activations its cache then holds."""
+    model, draft = fresh_model("llama"), fresh_model("llama")
+    assert all(parameter.requires_grad for parameter in draft.parameters())
+    outputs = list[bool]()
+    draft.register_forward_hook(lambda _, __, output: outputs.append(output.logits.requires_grad))
+    candidates = DraftModelCandidates(draft, k=3)
+    prompts = requests(6)
+    assert run(model, prompts, {"max_requests_per_batch": 3}, candidate_generator=candidates) == run(model, prompts)
+    assert outputs and not any(outputs)
