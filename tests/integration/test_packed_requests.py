@@ -8,8 +8,10 @@ import torch
 from transformers import ContinuousBatchingConfig
 
 import hf_specgen
-from hf_specgen import DraftModelCandidates, NgramCandidates
+from hf_specgen import AdaptiveDepth, DraftModelCandidates, NgramCandidates
 from hf_specgen.batching.transformers_batching import request_number
+from hf_specgen.candidates.base import DraftSession
+from hf_specgen.depth import CostCurve, LatencyModel
 from tests.helpers import fresh_model
 from tests.helpers.batching import SMALL, config, requests, run
 
@@ -64,3 +66,29 @@ def test_draft_caches_keep_no_activations() -> None:
     prompts = requests(6)
     assert run(model, prompts, {"max_requests_per_batch": 3}, candidate_generator=candidates) == run(model, prompts)
     assert outputs and not any(outputs)
+
+
+class ShortPrompts(NgramCandidates):
+    """Refuses long prompts."""
+
+    def start(self, batch: Any) -> DraftSession:
+        if len(batch.state.prompts[0]) > 99:
+            raise ValueError("the prompt is too long")
+        return super().start(batch)
+
+
+def test_refused_request_leaves_the_latency_of_the_step() -> None:
+    """Would catch: steps without T(q), whose drafts fill the token budget, beside a request without drafts."""
+    model, sizes = fresh_model("llama"), list[int]()
+    curve = CostCurve((1, 12, 256), (1.0, 1.0, 100.0), context=64, batch=1)
+    candidates = ShortPrompts(policy=AdaptiveDepth(LatencyModel.from_curves(curve)))
+    # Prompts are scheduled in descending order of their tokens: the refused one first.
+    prompts = [[98, 97] * 50, *(prompt[:12] for prompt in requests(8))]
+    settings = config(max_new_tokens=40, eos_token_id=[0])
+    expected = run(model, prompts, settings=settings)
+    model.register_forward_pre_hook(lambda _, __, inputs: sizes.append(inputs["input_ids"].numel()), with_kwargs=True)
+    assert run(model, prompts, settings=settings, candidate_generator=candidates) == expected
+    rows = candidates.speculation.rows
+    assert sum(not any(step.drafted for step in row) for row in rows) < len(rows)
+    decoding = [size for size in sizes if size < 99]
+    assert max(decoding) <= 12, decoding
