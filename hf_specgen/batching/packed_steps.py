@@ -153,14 +153,20 @@ class PackedSteps:
         """Draft for the decoding requests, if a step with up to `most` draft tokens, all accepted, would be faster."""
         may_be_faster = self._seconds is None or fastest_count([1.0] * most, self._num_decoding, self._seconds) > 0
         planned = [(future, request) for future, request in self._step if future.has_new_token and request.generated]
-        # A request that was evicted, and ends its second prefill in this step, has `generated` but no
-        # `generated_tokens`. Its step is planned without a draft, as `Request.verify` ends it with `end_step`.
-        may_draft = [
-            may_be_faster and not request.refusal and bool(future.state.generated_tokens) for future, request in planned
-        ]
+        may_draft = [may_be_faster and self._may_draft(future.state, request) for future, request in planned]
         trees = self._shared.draft([request.steps for _, request in planned], may_draft)
         for (_, request), tree in zip(planned, trees, strict=True):
             request.tree = tree
+
+    def _may_draft(self, state: Any, request: Request) -> bool:
+        """Whether a request that has a new token in the step may have a draft."""
+        # A request that was evicted, and ends its second prefill in this step, has `generated` but no
+        # `generated_tokens`. Its step is planned without a draft, as `Request.verify` ends it with `end_step`.
+        is_decoding = bool(state.generated_tokens)
+        # Blocks that are restored from the host in this step count as completed by it: `_roll_back` would count anew.
+        is_cached = not state.is_cpu_offloaded
+        fits_window = state.position_offset < self._max_length - 1
+        return is_decoding and is_cached and fits_window and not request.refusal
 
     def _counts(self, most: int) -> Counter[int]:
         """How many draft tokens of each request are verified: the most probable ones of all requests together."""

@@ -4,8 +4,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from transformers import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 import hf_specgen
 from hf_specgen import AdaptiveDepth, DraftModelCandidates, NgramCandidates
@@ -92,3 +95,46 @@ def test_refused_request_leaves_the_latency_of_the_step() -> None:
     assert sum(not any(step.drafted for step in row) for row in rows) < len(rows)
     decoding = [size for size in sizes if size < 99]
     assert max(decoding) <= 12, decoding
+
+
+def test_drafter_makes_no_pass_once_a_sliding_window_is_full() -> None:
+    """Would catch: drafts that are made in every step, and of which none can be verified."""
+    model, passes = fresh_model("mistral", sliding_window=32), list[str]()
+    draft = fresh_model("llama")
+    candidates = DraftModelCandidates(draft, k=3)
+    [prompt] = requests(1)
+    settings = config(max_new_tokens=60, eos_token_id=[0])
+    expected = run(model, [prompt], settings=settings)
+    model.register_forward_pre_hook(lambda *_: passes.append("target"))
+    draft.register_forward_pre_hook(lambda *_: passes.append("draft"))
+    assert run(model, [prompt], settings=settings, candidate_generator=candidates) == expected
+    assert "draft" in passes
+    assert "draft" not in passes[-(len(prompt) + 60 - 32) :]
+
+
+def test_blocks_restored_from_the_host_are_registered_for_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a restored request whose draft replaces the number of blocks that the step completes."""
+    model, prompts = fresh_model("llama"), requests(10)
+    restored = dict[int, tuple[Any, dict[str, int]]]()
+    counted, missing = list[str](), list[str]()
+    restore, mark = OffloadingManager.restore_scheduled_requests, PagedAttentionCache.mark_complete_blocks
+
+    def recording_restore(self: Any, scheduled: list[Any]) -> None:
+        offloaded = [future for future in scheduled if future.state.is_cpu_offloaded]
+        restore(self, scheduled)
+        restored.update({id(future.state): (future.state, dict(future.complete_blocks)) for future in offloaded})
+
+    def recording_mark(self: Any, state: Any, complete: dict[str, int]) -> None:
+        _, counts = restored.pop(id(state), (None, {}))
+        counted.extend(counts)
+        missing.extend(name for name, count in counts.items() if complete.get(name, 0) < count)
+        mark(self, state, complete)
+
+    empty = torch.empty  # without an accelerator there is no pinned memory
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **settings: empty(*sizes, **settings))
+    batching = {"num_blocks": 12, "page_size": 8, "cpu_offload_space": 0.01}
+    expected = run(model, prompts, batching)
+    monkeypatch.setattr(OffloadingManager, "restore_scheduled_requests", recording_restore)
+    monkeypatch.setattr(PagedAttentionCache, "mark_complete_blocks", recording_mark)
+    assert run(model, prompts, batching, candidate_generator=NgramCandidates(k=4)) == expected
+    assert counted and not missing
