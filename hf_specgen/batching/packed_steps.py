@@ -83,6 +83,7 @@ class PackedSteps:
             torch.initial_seed(),  # the processor has just set it, to that of the config if there is one
             aux_layers,
             min(position_table(text_config(self._model)), self._max_length) - 1,
+            processor.logit_processor.logits_processor,
             verifies_chains_only=processor.inputs_and_outputs.attention_mask is None,
         )
         self._requests: dict[str, Request] = {}

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching import cb_logits_processors
+from transformers.generation.continuous_batching.requests import FutureRequestState
 
 from hf_specgen import compat
 from hf_specgen.compat import attention_implementation
@@ -169,3 +170,18 @@ def packed_processors(model: Any, config: GenerationConfig, batching: Any) -> li
 def is_per_request(processor: Any) -> bool:
     """Whether continuous batching applies a logits processor to each row of scores with its request's settings."""
     return isinstance(processor, cb_logits_processors.ContinuousBatchingLogitsProcessor)
+
+
+def processors_of_request(processors: Sequence[Any], state: Any) -> list[Any]:
+    """The logits processors of a manager, those per request with the settings of one `RequestState`."""
+    return [_with_settings(one, state) if is_per_request(one) else one for one in processors]
+
+
+def _with_settings(processor: Any, state: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """A per-request logits processor as an ordinary one, with the settings of one request for all rows of scores."""
+    setting = processor.prepare_tensor_args([FutureRequestState(state, True, {}, 1)])
+
+    def process(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, processor(scores, setting.to(scores.device).expand(len(scores))))
+
+    return process

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -104,8 +104,9 @@ class VerificationSession(ABC):
 
     @property
     def score_processors(self) -> ScoreProcessors:
-        """The logits processors of the call that read the scores alone."""
-        return self.processors.score_processors
+        """The logits processors that a drafter's logits pass through: those of the call that read the scores alone."""
+        own = self.call.draft_processors
+        return self.processors.score_processors if own is None else cast(ScoreProcessors, own)
 
     @property
     def shares_noise(self) -> bool:

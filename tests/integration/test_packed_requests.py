@@ -9,14 +9,18 @@ import torch
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+from transformers.generation.continuous_batching.requests import RequestState
 
 import hf_specgen
 from hf_specgen import AdaptiveDepth, DraftModelCandidates, NgramCandidates
-from hf_specgen.batching.transformers_batching import request_number
+from hf_specgen.batching.transformers_batching import packed_processors, processors_of_request, request_number
 from hf_specgen.candidates.base import DraftSession
+from hf_specgen.compat import logits_processors
 from hf_specgen.depth import CostCurve, LatencyModel
-from tests.helpers import fresh_model
+from hf_specgen.evaluation.workloads import domain_prompts
+from tests.helpers import fresh_model, tiny_model
 from tests.helpers.batching import SMALL, config, requests, run
+from tests.helpers.paths import DRAFT_LM
 
 
 def started(model: Any, settings: Any = None, **batching: Any) -> Any:
@@ -138,3 +142,41 @@ def test_blocks_restored_from_the_host_are_registered_for_sharing(monkeypatch: p
     monkeypatch.setattr(PagedAttentionCache, "mark_complete_blocks", recording_mark)
     assert run(model, prompts, batching, candidate_generator=NgramCandidates(k=4)) == expected
     assert counted and not missing
+
+
+def test_draft_tokens_are_sampled_with_the_logits_processors_of_the_request(
+    reference_model: Any, tokenizer: Any
+) -> None:
+    """Would catch: drafts from the logits at temperature 1, fewer of which are accepted."""
+    texts = domain_prompts(3)
+    prompts = [tokenizer(text)["input_ids"] for domain in ("json", "code") for text in texts[domain]]
+    settings = config(do_sample=True, temperature=0.5, top_p=0.8, top_k=0, eos_token_id=2, max_new_tokens=24)
+    candidates, one_by_one, expected = DraftModelCandidates(str(DRAFT_LM), k=4), 0, list[list[int]]()
+    for number, prompt in enumerate(prompts):
+        torch.manual_seed(50 + number)
+        arguments = {"generation_config": settings, "candidate_generator": candidates}
+        ids = reference_model.generate(torch.tensor([prompt]), **arguments)
+        expected.append(ids[0, len(prompt) :].tolist())
+        one_by_one += candidates.speculation.steps
+    for per_request in (False, True):
+        batching = {"seed": 50, "per_request_processors": per_request}
+        assert run(reference_model, prompts, batching, settings, candidate_generator=candidates) == expected
+        assert candidates.speculation.steps <= 1.02 * one_by_one
+
+
+def test_per_request_processors_use_the_settings_of_a_request() -> None:
+    """Would catch: the manager's temperature for a request with one of its own, or settings that another row gets."""
+    model = tiny_model("llama")
+    scores = torch.randn(3, 99, generator=torch.Generator().manual_seed(1))
+    managers = config(do_sample=True, temperature=0.8, top_k=20, top_p=0.9)
+    own = {"temperature": 0.3, "top_k": 5}
+    processors = packed_processors(model, managers, ContinuousBatchingConfig(per_request_processors=True))
+    for given in ({}, own):
+        state = RequestState(request_id="a", initial_tokens=[1], logit_processor_kwargs=given)
+        settings = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, **given}
+        expected = found = scores
+        for processor in logits_processors(model, config(do_sample=True, **settings)):
+            expected = processor(torch.empty(3, 0), expected)
+        for processor in processors_of_request(processors, state):
+            found = processor(torch.empty(3, 0), found)
+        torch.testing.assert_close(found, expected)
