@@ -99,7 +99,7 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
     """`model.init_continuous_batching(*args, **kwargs)`: a manager that speculates if the call or the model does."""
     arguments = by_name(original, args, kwargs)
     of_call = _run.get()  # None for a manager that no `generate_batch` call makes
-    run = of_call or _run_of({}, attachment)
+    run = of_call or _run_of({}, attachment and attachment.of_thread(model))
     settings = None if run.is_plain else run.settings
     if settings is not None:
         # Transformers would choose asynchronous steps and CUDA graphs by itself: here only if they were asked for.

@@ -1,5 +1,6 @@
 """Requests of a continuous-batching manager: their names, how they end, and what their drafts need."""
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -180,3 +181,28 @@ def test_per_request_processors_use_the_settings_of_a_request() -> None:
         for processor in processors_of_request(processors, state):
             found = processor(torch.empty(3, 0), found)
         torch.testing.assert_close(found, expected)
+
+
+def test_manager_in_an_attached_block_speculates_with_the_strategy_of_its_thread() -> None:
+    """Would catch: the strategy of the block that any thread entered last, whose statistics then count the requests."""
+    model = fresh_model("llama")
+    has_entered, may_leave = threading.Event(), threading.Event()
+
+    def attach_another() -> None:
+        with hf_specgen.attached(model, NgramCandidates(k=2)) as totals:
+            has_entered.set()
+            may_leave.wait(60)
+            others.append(totals.calls)
+
+    others = list[int]()
+    thread = threading.Thread(target=attach_another)
+    with hf_specgen.attached(model, NgramCandidates(k=3)) as own:
+        thread.start()
+        has_entered.wait(60)
+        manager = started(model, config())
+        manager.add_request(requests(1)[0])
+        assert manager.get_result(timeout=20) is not None
+        manager.stop(block=True)
+        may_leave.set()
+        thread.join()
+    assert own.calls == 1 and others == [0]
