@@ -327,10 +327,10 @@ class PackedSteps:
         future.state.position_offset += kept
 
     def close(self) -> None:
-        """End the sessions of requests that were not finished."""
-        for request in self._requests.values():
-            request.end()
-        self._requests.clear()
+        """End the requests that were not finished, and the shared draft sessions."""
+        while self._requests:
+            _, request = self._requests.popitem()
+            self._finished(request.end())
         self._shared.close()
 
 

@@ -34,7 +34,9 @@ def on_batch_processor(manager: Any, make_steps: Callable[[Any, Any], Any]) -> N
 
     def create() -> Any:
         processor = plain(this)
-        _hook_packed_steps(processor, make_steps(this, weakref.proxy(processor)))
+        steps = make_steps(this, weakref.proxy(processor))
+        _hook_packed_steps(processor, steps)
+        _hook_end(processor, steps)
         return processor
 
     manager._create_batch_processor = create
@@ -91,6 +93,26 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
     runner.compute_batch = compute_batch
     runner._sample = steps.sample
     ios.prepare_batch_update = lambda: (this.inputs_and_outputs.requests_in_batch, *steps.verify())
+
+
+def _hook_end(processor: Any, steps: Any) -> None:
+    """Let `close` end the sessions of `steps` (`PackedSteps`) in the thread of the manager; None removes the hook.
+
+    Symbol: `ContinuousBatchProcessor.fail_all_requests`, which every such thread calls last, also without requests.
+    """
+    _unhook(processor, "fail_all_requests")
+    if steps is None:
+        return
+    this = weakref.proxy(processor)
+    fail = type(processor).fail_all_requests
+
+    def fail_all_requests(error: Exception) -> None:
+        try:
+            fail(this, error)
+        finally:
+            steps.close()
+
+    processor.fail_all_requests = fail_all_requests
 
 
 def _unhook(owner: Any, name: str) -> None:

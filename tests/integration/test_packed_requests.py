@@ -21,6 +21,7 @@ from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.evaluation.workloads import domain_prompts
 from tests.helpers import fresh_model, tiny_model
 from tests.helpers.batching import SMALL, config, requests, run
+from tests.helpers.calls import with_sessions
 from tests.helpers.paths import DRAFT_LM
 
 
@@ -206,3 +207,47 @@ def test_manager_in_an_attached_block_speculates_with_the_strategy_of_its_thread
         may_leave.set()
         thread.join()
     assert own.calls == 1 and others == [0]
+
+
+@pytest.mark.parametrize("ends", ["hard stop", "error"])
+def test_sessions_of_unfinished_requests_end_in_the_thread_of_the_manager(ends: str) -> None:
+    """Would catch: sessions that never end, or that another thread ends while they draft; lost statistics."""
+    model, ended = fresh_model("llama"), list[threading.Thread]()
+    is_streaming = threading.Event()
+
+    def record(session: Any) -> None:
+        end, draft = session.end, session.draft
+
+        def fail(depths: Any) -> Any:
+            if ends == "error" and is_streaming.wait(60):
+                raise RuntimeError("a failing strategy")
+            return draft(depths)
+
+        session.draft = fail
+        session.end = lambda: (ended.append(threading.current_thread()), end())
+
+    hf_specgen.attach(model, with_sessions(NgramCandidates(k=3), record), strict=True)
+    manager = started(model, config(eos_token_id=[0]))
+    thread = manager._generation_thread
+    manager.add_request(requests(1)[0], max_new_tokens=2000, streaming=True)
+    assert manager.get_result(timeout=20) is not None
+    is_streaming.set()
+    manager.stop(block=True, hard_stop=True)
+    assert ended == [thread]
+    assert hf_specgen.statistics(model).calls == 1
+
+
+def test_generate_batch_ends_no_session_outside_the_thread_of_the_manager() -> None:
+    """Would catch: Ctrl-C while a request is flushed, whose session another thread ends."""
+    model, ended = fresh_model("llama"), list[threading.Thread]()
+
+    def record(session: Any) -> None:
+        end = session.end
+        session.draft = lambda depths: 1 / 0
+        session.end = lambda: (ended.append(threading.current_thread()), end())
+
+    candidates = with_sessions(NgramCandidates(k=3), record)
+    batching = ContinuousBatchingConfig(**SMALL)
+    arguments = {"generation_config": config(), "continuous_batching_config": batching}
+    model.generate_batch(requests(3), **arguments, candidate_generator=candidates)
+    assert len(ended) == 3 and threading.current_thread() not in ended
