@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -105,8 +105,7 @@ class VerificationSession(ABC):
     @property
     def score_processors(self) -> ScoreProcessors:
         """The logits processors that a drafter's logits pass through: those of the call that read the scores alone."""
-        own = self.call.draft_processors
-        return self.processors.score_processors if own is None else cast(ScoreProcessors, own)
+        return self.call.draft_processors or self.processors.score_processors
 
     @property
     def shares_noise(self) -> bool:
