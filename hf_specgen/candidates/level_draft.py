@@ -70,7 +70,7 @@ class LevelDraft(Generic[T]):
 
     def _first_level(self) -> None:
         """Make the trees with level 1, the candidates after each row's last token; with more if that is captured."""
-        capturable = self._drafter.capturable_passes(self._text)
+        capturable = self._capturable_passes(self._text)
         if capturable is not None:  # the pass over the text can be captured, together with further levels
             self._can_capture = True
             self._begin(capturable.device)
@@ -78,9 +78,16 @@ class LevelDraft(Generic[T]):
                 return
         logits = self._drafter.forward_text(self._text)[:, None]
         if capturable is None:
-            self._can_capture = self._drafter.capturable_passes() is not None  # further levels alone
+            self._can_capture = self._capturable_passes() is not None  # further levels alone
             self._begin(logits.device, draft_vocab=logits.shape[-1])
         self._add(logits)
+
+    def _capturable_passes(self, text: T | None = None) -> CapturablePasses | None:
+        """Passes over several levels, and over text before them; None if they cannot be captured."""
+        # In a graph scores are perturbed by noise that is drawn before, and no logits processor reads them on the host.
+        if not self._batch.shares_noise or self._batch.score_processors.reads_scores:
+            return None
+        return self._drafter.capturable_passes(text)
 
     def _begin(self, device: torch.device, draft_vocab: int | None = None) -> None:
         """Make trees without nodes; `draft_vocab` is the number of logits after a token, once a pass has given some."""
@@ -101,7 +108,7 @@ class LevelDraft(Generic[T]):
 
     def _expand(self, plan: Plan) -> None:
         """Make the passes of a plan, in one captured function if there is one."""
-        capturable = self._drafter.capturable_passes()
+        capturable = self._capturable_passes()
         if capturable is None or self._expand_captured(plan, capturable) is None:
             for _ in range(plan.num_passes):
                 self._add(self._drafter.forward_nodes(self.growth.select_frontier(plan.expansion_width)))
@@ -124,11 +131,8 @@ class LevelDraft(Generic[T]):
     def _expand_captured(self, plan: Plan, capturable: CapturablePasses) -> Drafted | None:
         """Make the passes of a plan, after a pass over new text if there is any, by one captured function.
 
-        None, and nothing is done, if they cannot be captured or are not captured yet.
+        None, and nothing is done, if they are not captured yet.
         """
-        # In it scores are perturbed by noise that is drawn before, and no logits processor may read them on the host.
-        if not self._batch.shares_noise or self._proposer.processors.reads_scores:
-            return None
         growth = self.growth
         levels = (
             plan.num_passes if capturable.text is None else 1 + plan.num_passes

@@ -204,6 +204,30 @@ def test_rows_are_replaced_as_they_end_and_prompts_read_as_rows_become_free() ->
     assert len(strategy.speculation.batch_steps) < 10 / 3 * steps + steps
 
 
+def test_rows_of_the_common_cache_are_held_once() -> None:
+    """Would catch: the cache of each prompt, which stays in memory beside its row of the common cache."""
+    targets, slots = list[Any](), list[int]()
+
+    def keep(session: Any) -> None:
+        targets.append(session.batch.target)
+        draft = session.draft
+
+        def counted(depths: Any) -> Any:
+            buffers = [keys for target in targets for keys, _ in target.cache.buffers()]
+            slots.append(sum(keys.shape[0] for keys in {id(keys): keys for keys in buffers}.values()))
+            return draft(depths)
+
+        session.draft = counted
+
+    model, prompts = tiny_model("llama"), some_prompts(4)
+    strategy = with_sessions(NgramCandidates(k=3), keep)
+    found = [
+        answer.tokens for answer in generate_many(model, prompts, max_rows=4, candidate_generator=strategy, **GREEDY)
+    ]
+    assert len(found) == 4
+    assert max(slots) == 4 * model.config.num_hidden_layers, "rows of all layers"
+
+
 def test_exception_and_early_exit_end_the_sessions_of_all_rows() -> None:
     """Would catch: a session that goes on after its call, and changes what later calls read."""
     model, prompts = tiny_model("llama"), some_prompts(6)
