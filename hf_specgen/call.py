@@ -245,6 +245,7 @@ class Call:
         config: the generation config, as prepared by `generate`.
         drafting: settings of the strategy in use.
         logits_processor: the logits processors of the call, as prepared by `generate`.
+        draft_processors: the `ScoreProcessors` of the drafters' logits; None: those that are in `logits_processor`.
         keeps_scores, keeps_logits: whether the caller asked for the processed scores, and for the raw logits.
         encoder: what the encoder of an encoder-decoder target reads; None for other targets.
         settings: what the user set for the call: graphs, memory, expected output, grammars.
@@ -257,6 +258,7 @@ class Call:
     config: GenerationConfig
     drafting: DraftingSettings = DraftingSettings()
     logits_processor: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    draft_processors: Any = None
     keeps_scores: bool = False
     keeps_logits: bool = False
     encoder: EncoderInput | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -44,8 +44,7 @@ class PackedRun:
     add: Callable[[Statistics], None] = lambda _: None  # receives the counters of every request that has ended
     report_plain: Callable[[str], None] = _raise  # receives the reason why a manager cannot speculate
     is_plain: bool = False  # whether a manager of the call runs plainly; later ones then do too
-    is_strict: bool = False  # whether requests that the strategy refuses fail
-    steps: list[PackedSteps] = field(default_factory=list)  # those that the `generate_batch` call ends
+    refusals: list[str] | None = None  # receives why requests fail that the strategy refuses; None: they run plainly
 
 
 _run: ContextVar[PackedRun | None] = ContextVar("hf_specgen_packed_run", default=None)
@@ -68,13 +67,10 @@ def generate_batch(
     token = _run.set(run)
     try:
         results = original(model, *args, **kwargs)
-        if refusals := [steps.refusal for steps in run.steps if steps.refusal]:
-            raise ValueError(refusals[0])
+        if run.refusals:
+            raise ValueError(run.refusals[0])
     finally:
         _run.reset(token)
-        for steps in run.steps:
-            steps.close()
-        run.steps.clear()
     if run.settings is not None and not run.is_plain:
         rows = [row for request in requests for row in request.rows]
         lengths = [request.emitted for request in requests]
@@ -95,14 +91,14 @@ def _run_of(kwargs: dict[str, Any], attachment: Any) -> PackedRun:
     if attachment is None:
         return PackedRun(None)
     settings = attachment.settings.updated(**settings_in(kwargs))
-    return PackedRun(settings, attachment.add, attachment.report_plain, is_strict=attachment.strict)
+    return PackedRun(settings, attachment.add, attachment.report_plain, refusals=[] if attachment.strict else None)
 
 
 def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: dict[str, Any], attachment: Any) -> Any:
     """`model.init_continuous_batching(*args, **kwargs)`: a manager that speculates if the call or the model does."""
     arguments = by_name(original, args, kwargs)
-    of_call = _run.get()  # None for a manager that no `generate_batch` call makes
-    run = of_call or _run_of({}, attachment)
+    # A manager of a `generate_batch` call, or one that no such call makes.
+    run = _run.get() or _run_of({}, attachment and attachment.of_thread(model))
     settings = None if run.is_plain else run.settings
     if settings is not None:
         # Transformers would choose asynchronous steps and CUDA graphs by itself: here only if they were asked for.
@@ -121,12 +117,7 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
     manager = original(model, **arguments)
 
     def make_steps(manager: Any, processor: Any) -> PackedSteps | None:
-        if settings is None:
-            return None
-        steps = PackedSteps(processor, manager, settings, run.add, run.is_strict)
-        if of_call is not None:
-            of_call.steps.append(steps)
-        return steps
+        return None if settings is None else PackedSteps(processor, manager, settings, run.add, run.refusals)
 
     transformers_batching.on_batch_processor(manager, make_steps)
     return manager

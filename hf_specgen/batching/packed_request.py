@@ -27,6 +27,7 @@ from hf_specgen.targets.hidden_states import StepStates
 from hf_specgen.targets.row_layout import UNLIMITED
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
+from hf_specgen.verification.processors import ScoreProcessors
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class RequestContext:
     seed: int  # request ``req_<i>`` is sampled with `seed + i`
     aux_layers: Sequence[int]  # whose hidden states drafters read
     last_position: int  # that the model and its cache can process
+    logits_processors: Sequence[Any]  # of the manager, which applies them to the target's logits
     verifies_chains_only: bool  # whether the attention takes no mask
 
 
@@ -109,6 +111,16 @@ def _last_states(states: Sequence[torch.Tensor], tokens: int) -> torch.Tensor:
     return torch.cat([layer[:, layer.shape[1] - tokens :] for layer in states], dim=-1)
 
 
+def _draft_processors(processors: Sequence[Any], state: Any) -> ScoreProcessors:
+    """The logits processors of a request, for drafters: Transformers itself applies them to the target's logits.
+
+    All of them read the scores alone, or the manager does not speculate.
+    """
+    of_request = transformers_batching.processors_of_request(processors, state)
+    settings = (id(processors), *sorted(state.logit_processor_kwargs.items()))
+    return ScoreProcessors(tuple(of_request), settings)
+
+
 class RequestOutputs:
     """The `StepOutputs` of a request: tokens are emitted at once, without other rows or stopping criteria."""
 
@@ -133,6 +145,7 @@ class Request:
     """
 
     def __init__(self, state: Any, context: RequestContext):
+        self._scheduled = state
         prompt = transformers_batching.prompt_length(state)
         tokens = state.initial_tokens + state.generated_tokens
         # The maximum length of the whole text, also after an eviction: `initial_tokens` then includes the generated
@@ -149,6 +162,7 @@ class Request:
             generation,
             context.config,
             settings.candidates.settings(),
+            draft_processors=_draft_processors(context.logits_processors, state),
             settings=settings,
             seed=(context.seed + transformers_batching.request_number(state)) % 2**63,
         )
@@ -171,6 +185,18 @@ class Request:
     def generated(self) -> list[int]:
         """The generated tokens."""
         return self.steps.state.generated[0]
+
+    def continues_as(self, state: Any) -> bool:
+        """Whether a scheduled `RequestState` is this request, rather than another one with the same `request_id`.
+
+        A request that is evicted from the cache gets a new `RequestState`, whose prompt includes the generated tokens.
+        """
+        if state is not self._scheduled:
+            text = self.steps.state.prompts[0] + self.generated
+            if not transformers_batching.was_evicted(state) or state.initial_tokens != text:
+                return False
+            self._scheduled = state
+        return True
 
     def verify(self, scores: torch.Tensor) -> list[int]:
         """Verify the draft by the scores `[1 + nodes, vocab]`; returns the tokens that are appended."""

@@ -60,11 +60,9 @@ class PackedSteps:
 
     `processor` and `manager` are Transformers' `ContinuousBatchProcessor` and `ContinuousBatchingManager`; `finished`
     receives the counters of every request that has ended. Request ``req_<i>`` is sampled as
-    `torch.manual_seed(seed + i)` and `generate` would sample it alone. If `is_strict`, requests that the strategy
-    refuses fail; `refusal` is then the reason of the last one.
+    `torch.manual_seed(seed + i)` and `generate` would sample it alone. `refused` receives why the strategy refuses
+    requests, which then fail; if it is None, they are answered without drafts.
     """
-
-    refusal = ""
 
     def __init__(
         self,
@@ -72,9 +70,9 @@ class PackedSteps:
         manager: Any,
         settings: Settings,
         finished: Callable[[Statistics], None],
-        is_strict: bool = False,
+        refused: list[str] | None = None,
     ):
-        self._is_strict = is_strict
+        self._refused = refused
         self._model = manager.model
         self._shared = SharedSteps(settings)
         aux_layers = settings.candidates.target_requirements(self._model).aux_hidden_state_layers
@@ -94,10 +92,11 @@ class PackedSteps:
             torch.initial_seed(),  # the processor has just set it, to that of the config if there is one
             aux_layers,
             min(position_table(text_config(self._model)), self._max_length) - 1,
+            processor.logit_processor.logits_processor,
             verifies_chains_only=processor.inputs_and_outputs.attention_mask is None,
         )
         self._requests: dict[str, Request] = {}
-        self._refusals = set[str]()  # why requests are decoded without drafts, without the numbers
+        self._warned_reasons = set[str]()  # why requests are decoded without drafts, without the numbers
         # Of the present step:
         self._step: list[tuple[Any, Request]] = []  # the requests in it, each after its `FutureRequestState`
         self._num_decoding = 0  # requests that decode; the others are in their prefill
@@ -107,16 +106,18 @@ class PackedSteps:
         self._states: list[torch.Tensor] = []  # captured hidden states, by layer
         self._scores: torch.Tensor
 
+    @torch.no_grad()
     def check(self, state: Any) -> None:
-        """Raise a `ValueError` if strict and the strategy refuses a new request, a `RequestState`."""
-        if self._is_strict and state.request_id not in self._requests:
-            request = Request(state, self._request_context)
-            if request.refusal:
-                request.end()
-                self.refusal = request.refusal
-                raise ValueError(request.refusal)
-            self._requests[state.request_id] = request
+        """Raise a `ValueError` if the strategy refuses a request, a `RequestState`, that then has to fail."""
+        if self._refused is None:
+            return
+        reason = self._request_of(state).refusal
+        if reason:
+            self._requests.pop(state.request_id).end()
+            self._refused.append(reason)
+            raise ValueError(reason)
 
+    @torch.no_grad()  # Transformers' thread has autograd on, but for the forward passes of the target
     def extend(self, scheduled: Sequence[Any], tokens: int, token_budget: int) -> int:
         """Add draft tokens to the requests of a scheduled step, Transformers' `FutureRequestState`; returns how many.
 
@@ -153,27 +154,40 @@ class PackedSteps:
         """End cancelled requests, begin new ones, and set `_step` and `_num_decoding`."""
         for name in filter(self._processor.scheduler.request_is_cancelled, list(self._requests)):
             self._finished(self._requests.pop(name).end())
-        for future in scheduled:
-            if future.state.request_id not in self._requests:
-                request = Request(future.state, self._request_context)
-                self._requests[future.state.request_id] = request
-                if request.refusal:
-                    _warn_of_refusal(self._refusals, request.refusal)
-        self._step = [(future, self._requests[future.state.request_id]) for future in scheduled]
+        self._step = [(future, self._request_of(future.state)) for future in scheduled]
         self._num_decoding = sum(bool(future.has_new_token and future.state.generated_tokens) for future in scheduled)
+
+    def _request_of(self, state: Any) -> Request:
+        """The request of a scheduled `RequestState`, begun if it is new."""
+        request = self._requests.get(state.request_id)
+        if request is not None and not request.continues_as(state):
+            # It was cancelled while no request was scheduled, and its `request_id` was then used again.
+            self._finished(self._requests.pop(state.request_id).end())
+            request = None
+        if request is None:
+            request = self._requests[state.request_id] = Request(state, self._request_context)
+            if request.refusal and self._refused is None:
+                _warn_of_refusal(self._warned_reasons, request.refusal)
+        return request
 
     def _draft(self, most: int) -> None:
         """Draft for the decoding requests, if a step with up to `most` draft tokens, all accepted, would be faster."""
         may_be_faster = self._seconds is None or fastest_count([1.0] * most, self._num_decoding, self._seconds) > 0
         planned = [(future, request) for future, request in self._step if future.has_new_token and request.generated]
-        # A request that was evicted, and ends its second prefill in this step, has `generated` but no
-        # `generated_tokens`. Its step is planned without a draft, as `Request.verify` ends it with `end_step`.
-        may_draft = [
-            may_be_faster and not request.refusal and bool(future.state.generated_tokens) for future, request in planned
-        ]
+        may_draft = [may_be_faster and self._may_draft(future.state, request) for future, request in planned]
         trees = self._shared.draft([request.steps for _, request in planned], may_draft)
         for (_, request), tree in zip(planned, trees, strict=True):
             request.tree = tree
+
+    def _may_draft(self, state: Any, request: Request) -> bool:
+        """Whether a request that has a new token in the step may have a draft."""
+        # A request that was evicted, and ends its second prefill in this step, has `generated` but no
+        # `generated_tokens`. Its step is planned without a draft, as `Request.verify` ends it with `end_step`.
+        is_decoding = bool(state.generated_tokens)
+        # Blocks that are restored from the host in this step count as completed by it: `_roll_back` would count anew.
+        is_cached = not state.is_cpu_offloaded
+        fits_window = state.position_offset < self._max_length - 1
+        return is_decoding and is_cached and fits_window and not request.refusal
 
     def _counts(self, most: int) -> Counter[int]:
         """How many draft tokens of each request are verified: the most probable ones of all requests together."""
@@ -254,6 +268,7 @@ class PackedSteps:
         """Receive the processed scores, `[1, rows, vocab]`; tokens are chosen from them in `verify`."""
         self._scores = scores[0]
 
+    @torch.no_grad()
     def verify(self) -> tuple[list[int], list[float] | None]:
         """Verify all drafts; returns the last new token of each request that got one, and its log-probability.
 
@@ -332,10 +347,10 @@ class PackedSteps:
         future.state.position_offset += kept
 
     def close(self) -> None:
-        """End the sessions of requests that were not finished."""
-        for request in self._requests.values():
-            request.end()
-        self._requests.clear()
+        """End the requests that were not finished, and the shared draft sessions."""
+        while self._requests:
+            _, request = self._requests.popitem()
+            self._finished(request.end())
         self._shared.close()
 
 

@@ -30,7 +30,7 @@ from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.base import with_noise
 
-NO_STEP = VerificationResult([None], [[]], [0])  # the outcome of a call that took no part in a step
+NO_STEP = VerificationResult([None], [[]], [0], verified=[0])  # the outcome of a call that took no part in a step
 
 
 def batched(candidates: Candidates) -> tuple[StartSession, list[SharedDraft]]:
@@ -144,7 +144,10 @@ class SharedDraft:
             paths = [result.paths[0] for result in results]
             tokens = [result.tokens[0] for result in results]
             accepted = [result.accepted[0] for result in results]
-            self._session.observe(VerificationResult(paths, tokens, accepted))
+            # Where a draft was changed before verification, it is not known how many were verified: then all count.
+            drafted = [len(row.tree.parents[0]) for row in self.rows]
+            verified = [sum(result.verified or [nodes]) for result, nodes in zip(results, drafted, strict=True)]
+            self._session.observe(VerificationResult(paths, tokens, accepted, verified=verified))
         for row in self.rows:
             row.result = None
         if not any(row.is_active for row in self.rows):
@@ -168,8 +171,11 @@ class RowSession(DraftSession):
         super().__init__(batch)
         self.tokens_per_pass = ()
         self._shared = shared
-        # By layer the states of the steps before the call joins.
-        self._earlier_states: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
+        # By layer the states of the steps before the call joins; None if it never joins, as it is too short for the
+        # drafter's prefill: later in the call, and beside more rows, it costs even more.
+        self._earlier_states: dict[int, list[torch.Tensor]] | None = None
+        if batch.prefill_is_short():
+            self._earlier_states = {layer: [] for layer in layers}
         self.tree = DraftTree.empty(1)
         self.result: VerificationResult | None = None  # of the last step, until `SharedDraft.draft` passes it on
         self.is_active = True  # whether the call has not ended
@@ -180,12 +186,15 @@ class RowSession(DraftSession):
         [states] = self.batch.committed_states(aux_layers)
         if self.has_joined:
             return states if self.result is not None else states[:0]
+        assert self._earlier_states is not None, "a call without states does not join"
         by_layer = [self._earlier_states[layer] for layer in aux_layers]
         earlier = [torch.cat(states_of_step, dim=-1) for states_of_step in zip(*by_layer, strict=True)]
         return torch.cat([*earlier, states])
 
     def plan(self, max_depths: Sequence[int]) -> None:
         """Receive the depth of the next draft; until the first one, keep the hidden states of every step."""
+        if self._earlier_states is None:
+            return
         if self.has_joined or max_depths[0]:
             self._shared.planned[self] = max_depths[0]
         else:
@@ -213,6 +222,7 @@ class RowSession(DraftSession):
 
     def end(self) -> None:
         self.is_active = False
+        self._earlier_states = None
 
 
 class SharedRowState:

@@ -54,7 +54,8 @@ class SharedSteps:
 
     def begin(self, calls: Sequence[DecodingSteps], rows: int) -> None:
         """Begin a step of these calls, `rows` of which decode; the others are in their prefill."""
-        latencies = calls[0].policy.latency
+        # A request that the strategy refuses has none.
+        latencies = next((call.policy.latency for call in calls if call.policy.latency is not None), None)
         context = max(call.state.context_length for call in calls)
         self.latency = None if latencies is None or not rows else latencies.at(rows, context)
         self._rows = rows

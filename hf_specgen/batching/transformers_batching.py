@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching import cb_logits_processors
+from transformers.generation.continuous_batching.requests import FutureRequestState
 
 from hf_specgen import compat
 from hf_specgen.compat import attention_implementation
@@ -33,7 +34,9 @@ def on_batch_processor(manager: Any, make_steps: Callable[[Any, Any], Any]) -> N
 
     def create() -> Any:
         processor = plain(this)
-        _hook_packed_steps(processor, make_steps(this, weakref.proxy(processor)))
+        steps = make_steps(this, weakref.proxy(processor))
+        _hook_packed_steps(processor, steps)
+        _hook_end(processor, steps)
         return processor
 
     manager._create_batch_processor = create
@@ -103,6 +106,26 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
     ios.prepare_batch_update = lambda: (this.inputs_and_outputs.requests_in_batch, *steps.verify())
 
 
+def _hook_end(processor: Any, steps: Any) -> None:
+    """Let `close` end the sessions of `steps` (`PackedSteps`) in the thread of the manager; None removes the hook.
+
+    Symbol: `ContinuousBatchProcessor.fail_all_requests`, which every such thread calls last, also without requests.
+    """
+    _unhook(processor, "fail_all_requests")
+    if steps is None:
+        return
+    this = weakref.proxy(processor)
+    fail = type(processor).fail_all_requests
+
+    def fail_all_requests(error: Exception) -> None:
+        try:
+            fail(this, error)
+        finally:
+            steps.close()
+
+    processor.fail_all_requests = fail_all_requests
+
+
 def _unhook(owner: Any, name: str) -> None:
     """Remove a method of one object, so that it has the method of its class again."""
     with suppress(AttributeError):
@@ -122,12 +145,17 @@ def move_slots(cache: Any, moves: dict[str, tuple[list[int], list[int]]]) -> Non
                     states.index_copy_(0, write, states.index_select(0, read))
 
 
-def prompt_length(state: Any) -> int:
-    """The number of prompt tokens of a continuous-batching request. Symbol: `RequestState._true_initial_tokens`.
+def was_evicted(state: Any) -> bool:
+    """Whether a request starts again after its eviction from the cache. Symbol: `RequestState._true_initial_tokens`.
 
-    The attribute is 0 until the request is evicted from the cache; then `initial_tokens` also contains the tokens that
-    were generated before.
+    The attribute is then the length of the prompt, and `initial_tokens` also contains the tokens that were generated
+    before; else it is 0.
     """
+    return bool(state._true_initial_tokens)
+
+
+def prompt_length(state: Any) -> int:
+    """The number of prompt tokens of a continuous-batching request. Symbol: see `was_evicted`."""
     return int(state._true_initial_tokens or len(state.initial_tokens))
 
 
@@ -175,3 +203,18 @@ def packed_processors(model: Any, config: GenerationConfig, batching: Any) -> li
 def is_per_request(processor: Any) -> bool:
     """Whether continuous batching applies a logits processor to each row of scores with its request's settings."""
     return isinstance(processor, cb_logits_processors.ContinuousBatchingLogitsProcessor)
+
+
+def processors_of_request(processors: Sequence[Any], state: Any) -> list[Any]:
+    """The logits processors of a manager, those per request with the settings of one `RequestState`."""
+    return [_with_settings(one, state) if is_per_request(one) else one for one in processors]
+
+
+def _with_settings(processor: Any, state: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """A per-request logits processor as an ordinary one, with the settings of one request for all rows of scores."""
+    setting = processor.prepare_tensor_args([FutureRequestState(state, True, {}, 1)])
+
+    def process(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, processor(scores, setting.to(scores.device).expand(len(scores))))
+
+    return process

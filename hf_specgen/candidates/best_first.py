@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Any, Generic, TypeVar
 
@@ -102,7 +102,8 @@ def draft_rows(
     """Search a tree for every row and cut it to the size to verify.
 
     The search ignores `tokens_per_pass`, of a drafter so far, and `scales`, for each row a factor of the path
-    probabilities: these only affect how many nodes are kept.
+    probabilities: these only affect how many nodes are kept. The draft has the scaled probabilities, the search trees
+    those before.
     """
     if not any(depths):
         return DraftTree.empty(len(depths)), [SearchTree() for _ in depths]
@@ -117,21 +118,22 @@ def draft_rows(
     else:  # without a latency model, "auto" drafts what is not improbable
         limits = SearchLimits(max(depths), MIN_PATH_PROBABILITY, is_chain)
     trees = [search(row, limits) for row in range(len(depths))]
+    found = zip(trees, scales or [1.0] * len(trees), strict=True)
+    scaled = [replace(one, probability=[scale * value for value in one.probability]) for one, scale in found]
     nodes = limits.nodes
     if isinstance(sizer, FastestTreeSizer):
         draft_seconds = 0.0 if tokens_per_pass is None else sizer.drafting_seconds(tokens_per_pass)
-        scaled = zip(trees, scales or [1.0] * len(trees), strict=True)
-        probability = [[scale * value for value in found.probability] for found, scale in scaled]
-        nodes = sizer.num_verified_of(probability, draft_seconds)
-    return draft_of(trees, nodes), trees
+        nodes = sizer.num_verified_of([one.probability for one in scaled], draft_seconds)
+    return draft_of(scaled, nodes), trees
 
 
 class SearchSession(DraftSession, Generic[Tag]):
     """Base class of sessions that search the tree of each row, without a forward pass.
 
-    Trees are sized with path probabilities times the ratio of accepted to expected tokens of the row, at most 1: the
-    estimates are right for all texts together, and too high for texts that repeat little. Accepted tokens
-    beyond the expected ones are not counted, so that they do not raise the ratio of later drafts.
+    Drafts have path probabilities times the ratio of accepted to expected tokens of the row, at most 1: the estimates
+    are right for all texts together, and too high for texts that repeat little. Their trees are sized with these, and
+    so are several drafts that are cut to a common size. Accepted tokens beyond the expected ones are not counted, so
+    that they do not raise the ratio of later drafts.
     """
 
     tokens_per_pass = ()
@@ -141,7 +143,7 @@ class SearchSession(DraftSession, Generic[Tag]):
         self._k = k
         self._tree_setting = tree
         self._trees: list[SearchTree[Tag]] = []
-        self._probability: Sequence[Sequence[float]] = ()  # of the nodes of the last draft, until its outcome is known
+        self._probability: Sequence[Sequence[float]] = ()  # before scaling, of the last draft, until its outcome
         # Of each row the expected and accepted tokens of its drafts, from a prior of 2 each.
         self._expected = [2.0] * batch.state.batch
         self._accepted = [2.0] * batch.state.batch
@@ -166,7 +168,7 @@ class SearchSession(DraftSession, Generic[Tag]):
 
         scales = [accepted / expected for accepted, expected in zip(self._accepted, self._expected, strict=True)]
         draft, self._trees = draft_rows(self.batch, self._tree_setting, depths, search, scales=scales)
-        self._probability = draft.probability or ()
+        self._probability = [found.probability[: draft.nodes] for found in self._trees]
         return draft
 
 

@@ -171,7 +171,7 @@ class _CombinedSession(DraftSession):
                 result, self._tree_without_pass, self._returned_tree, self.tokens_per_pass
             )
         for (session, _), draft in zip(self._members, self._member_trees, strict=True):
-            session.observe(result_for(result, draft))
+            session.observe(result_for(result, draft, self._returned_tree))
 
     def end(self) -> None:
         self._stack.close()

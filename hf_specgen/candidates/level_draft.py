@@ -70,7 +70,7 @@ class LevelDraft(Generic[T]):
 
     def _first_level(self) -> None:
         """Make the trees with level 1, the candidates after each row's last token; with more if that is captured."""
-        capturable = self._drafter.capturable_passes(self._text)
+        capturable = self._capturable_passes(self._text)
         if capturable is not None:  # the pass over the text can be captured, together with further levels
             self._can_capture = True
             self._make_trees(capturable.device)
@@ -79,9 +79,16 @@ class LevelDraft(Generic[T]):
         # No graph: the pass over the text runs eagerly; later passes may still be captured.
         logits = self._drafter.forward_text(self._text)[:, None]
         if capturable is None:
-            self._can_capture = self._drafter.capturable_passes() is not None  # further levels alone
+            self._can_capture = self._capturable_passes() is not None  # further levels alone
             self._make_trees(logits.device, draft_vocab=logits.shape[-1])
         self._add(logits)
+
+    def _capturable_passes(self, text: T | None = None) -> CapturablePasses | None:
+        """Passes over several levels, and over text before them; None if they cannot be captured."""
+        # In a graph scores are perturbed by noise that is drawn before, and no logits processor reads them on the host.
+        if not self._batch.shares_noise or self._batch.score_processors.reads_scores:
+            return None
+        return self._drafter.capturable_passes(text)
 
     def _make_trees(self, device: torch.device, draft_vocab: int | None = None) -> None:
         """Set `builder` (trees without nodes) and the proposer.
@@ -105,7 +112,7 @@ class LevelDraft(Generic[T]):
 
     def _expand(self, plan: ExpansionPlan) -> None:
         """Make the passes of a plan, in one captured function if there is one."""
-        capturable = self._drafter.capturable_passes()
+        capturable = self._capturable_passes()
         if capturable is None or self._expand_captured(plan, capturable) is None:
             for _ in range(plan.num_passes):
                 self._add(self._drafter.forward_nodes(self.builder.select_frontier(plan.expansion_width)))
@@ -128,11 +135,8 @@ class LevelDraft(Generic[T]):
     def _expand_captured(self, plan: ExpansionPlan, capturable: CapturablePasses) -> CapturedLevelsOutput | None:
         """Make the passes of a plan, after a pass over new text if there is any, by one captured function.
 
-        None, and nothing is done, if they cannot be captured or are not captured yet.
+        None, and nothing is done, if they are not captured yet.
         """
-        # In it scores are perturbed by noise that is drawn before, and no logits processor may read them on the host.
-        if not self._batch.shares_noise or self._proposer.processors.reads_scores:
-            return None
         builder = self.builder
         # A pass over new text adds level 1.
         num_levels = plan.num_passes + (capturable.text is not None)

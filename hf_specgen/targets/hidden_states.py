@@ -60,6 +60,7 @@ class StepStates:
         if len(paths) == 1 and kept[0]:  # without a tensor of indices
             last = self.states[:, begin + kept[0][-1]]
         elif rows := [row for row, slots in enumerate(kept) if slots]:
+            last = last.clone()
             last[rows] = self.states[rows, [begin + kept[row][-1] for row in rows]]
         return replace(self, kept=kept, last=last)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Self
 
+from hf_specgen.targets.cache import RaggedCache
 from hf_specgen.targets.masks import StepMasks
 from hf_specgen.targets.target import Target
 
@@ -47,6 +48,8 @@ class RowTarget(Target):
         for row in new:
             assert isinstance(row, RowTarget)
             row.has_common = True
+            # The common cache has a copy of its contents, which `leave` copies back.
+            row.cache = row._model_cache = RaggedCache()
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         if self.has_common:

@@ -100,8 +100,8 @@ class VerificationSession(ABC):
 
     @property
     def score_processors(self) -> ScoreProcessors:
-        """The logits processors of the call that read the scores alone."""
-        return self.processors.score_processors
+        """The logits processors that a drafter's logits pass through: those of the call that read the scores alone."""
+        return self.call.draft_processors or self.processors.score_processors
 
     @property
     def shares_noise(self) -> bool:

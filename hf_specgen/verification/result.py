@@ -39,8 +39,13 @@ class VerificationResult:
     verified: list[int] = field(default_factory=list)
 
 
-def result_for(result: VerificationResult, tree: DraftTree) -> VerificationResult:
+def result_for(
+    result: VerificationResult, tree: DraftTree, verified_tree: DraftTree | None = None
+) -> VerificationResult:
     """The outcome in terms of `tree`, a part of the verified tree or a superset: its nodes along the accepted path.
+
+    With `verified_tree`, of which `result.verified` are the first nodes, the nodes of `tree` that were verified are
+    counted. They count as its first ones: both trees have the most probable nodes first.
 
     Example:
         >>> both = VerificationResult([[0, 2]], [[5, 6, 9]], accepted=[2])
@@ -53,7 +58,24 @@ def result_for(result: VerificationResult, tree: DraftTree) -> VerificationResul
     nodes = list(map(path_of_tokens, tree.token_lists(), tree.parents, emitted))
     # An accepted token that ends the row is the pending token, which no path contains.
     paths = [None if path is None else own[: len(path)] for path, own in zip(result.paths, nodes, strict=True)]
-    return replace(result, paths=paths, accepted=list(map(len, nodes)), verified=[])
+    verified = []
+    if verified_tree is not None:
+        verified = [num_common_nodes(tree, verified_tree, row, count) for row, count in enumerate(result.verified)]
+    return replace(result, paths=paths, accepted=list(map(len, nodes)), verified=verified)
+
+
+def num_common_nodes(tree: DraftTree, other: DraftTree, row: int, count: int) -> int:
+    """How many nodes of a row of `tree` have a path that is among the first `count` nodes of `other` too."""
+    child = {
+        (parent, token): node
+        for node, (parent, token) in enumerate(zip(other.parents[row][:count], other.token_lists()[row], strict=False))
+    }
+    node_of = {-1: -1}  # of common nodes, by the node of `tree` that of `other`
+    for node, (parent, token) in enumerate(zip(tree.parents[row], tree.token_lists()[row], strict=False)):
+        common = child.get((node_of.get(parent, -2), token))
+        if common is not None:
+            node_of[node] = common
+    return len(node_of) - 1
 
 
 def path_of_tokens(tokens: Sequence[int], parents: Sequence[int], emitted: Sequence[int]) -> list[int]:

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specgen import DraftModelCandidates, EagleCandidates, FixedDepth, LayerSkipCandidates, NgramCandidates
+from hf_specgen import (
+    DraftModelCandidates,
+    EagleCandidates,
+    FixedDepth,
+    LayerSkipCandidates,
+    NgramCandidates,
+    Schedule,
+)
 from hf_specgen.compat import CACHE
 from hf_specgen.evaluation import workloads
 from hf_specgen.heads.base import HeadOutput
@@ -417,6 +424,38 @@ def test_processors_that_read_scores_keep_levels_from_being_captured(
     same_tokens(target, prompts(1), DraftModelCandidates(draft, k=3), **SAMPLING["sampled"], **setting)
     assert runs and all(len(passes) == 1 for passes in runs)
     assert "cannot be captured" not in caplog.text
+
+
+@pytest.mark.parametrize("setting", [{"verification": "rejection"}, {"eta_cutoff": 0.01}], ids=str)
+def test_levels_that_cannot_be_captured_end_at_the_maximum_depth(
+    setting: Any, captures: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: passes up to the depth of a captured function, and their padding, in drafts without one."""
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)  # as on a GPU, a read by the host waits
+    target = small(layers=2)
+    candidates: Any = DraftModelCandidates(perturbed_copy(target, 0.02), k=8, tree=8, policy=Schedule({1: 2}))
+    levels = list[int]()
+
+    def count(session: Any) -> None:
+        draft = session.draft
+
+        def counted(depths: Any) -> Any:
+            tree = draft(depths)
+            levels.append(len(session.tokens_per_pass))
+            return tree
+
+        session.draft = counted
+
+    with_sessions(candidates, count)
+    target.generate(
+        **prompts(1),
+        candidate_generator=candidates,
+        compile="graphs",
+        max_new_tokens=12,
+        **SAMPLING["sampled"],
+        **setting,
+    )
+    assert max(levels) == 2, levels
 
 
 def test_captured_head_in_later_calls_uses_the_same_graphs(captures: list[Any]) -> None:

@@ -1,6 +1,7 @@
 """`generate_batch`: tokens of plain `generate_batch` and `generate`; cancelled requests are in tests/slow."""
 
 import gc
+import time
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from hf_specgen.tree import DraftTree
 from tests.helpers import fresh_model, shared_draft, tiny_model
 from tests.helpers.batching import GPU_LIKE, HEADS, NEW, SMALL, config, requests, run, started
 from tests.helpers.calls import with_sessions
+from tests.helpers.depth import Clock
 from tests.helpers.models import recorded_inputs
 
 STRATEGIES = {
@@ -388,8 +390,9 @@ def test_drafter_with_a_session_for_each_request_pauses_when_it_loses_time() -> 
 
 
 @pytest.mark.parametrize("kind", ["wrapped", "assumed"])
-def test_adaptive_policies_get_the_latencies_that_they_ask_for(kind: str) -> None:
+def test_adaptive_policies_get_the_latencies_that_they_ask_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a policy inside another one without T(q), which never drafts; T(q) measured where it is assumed."""
+    monkeypatch.setattr(time, "thread_time", Clock())  # passes of all sizes take the same time, so that drafts pay
     model, texts = fresh_model("llama"), list[torch.Tensor]()
     policy = (
         DisableWhen(new_tokens_below=2, otherwise=AdaptiveDepth()) if kind == "wrapped" else AdaptiveDepth("assumed")

@@ -1,5 +1,6 @@
 """`generate_many`: every prompt gets the tokens of plain `generate` alone, whatever runs beside it."""
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ from hf_specgen.call import Call
 from hf_specgen.compat import CACHE
 from hf_specgen.depth import CostCurve, LatencyModel, Policy, PolicySession
 from hf_specgen.settings import Settings
+from hf_specgen.targets.requirements import TargetRequirements
+from hf_specgen.verification import VerificationResult
 from tests.helpers import fresh_model, shared_draft, tiny_model
 from tests.helpers.batching import GPU_LIKE, HEADS
 from tests.helpers.calls import make_batch, make_state, with_sessions
@@ -199,6 +202,30 @@ def test_rows_are_replaced_as_they_end_and_prompts_read_as_rows_become_free() ->
     assert len(rest) == 9 and all(step.batch <= 3 for step in strategy.speculation.batch_steps)
     steps = max(len(row) for row in strategy.speculation.rows)
     assert len(strategy.speculation.batch_steps) < 10 / 3 * steps + steps
+
+
+def test_rows_of_the_common_cache_are_held_once() -> None:
+    """Would catch: the cache of each prompt, which stays in memory beside its row of the common cache."""
+    targets, slots = list[Any](), list[int]()
+
+    def keep(session: Any) -> None:
+        targets.append(session.batch.target)
+        draft = session.draft
+
+        def counted(depths: Any) -> Any:
+            buffers = [keys for target in targets for keys, _ in target.cache.buffers()]
+            slots.append(sum(keys.shape[0] for keys in {id(keys): keys for keys in buffers}.values()))
+            return draft(depths)
+
+        session.draft = counted
+
+    model, prompts = tiny_model("llama"), some_prompts(4)
+    strategy = with_sessions(NgramCandidates(k=3), keep)
+    found = [
+        answer.tokens for answer in generate_many(model, prompts, max_rows=4, candidate_generator=strategy, **GREEDY)
+    ]
+    assert len(found) == 4
+    assert max(slots) == 4 * model.config.num_hidden_layers, "rows of all layers"
 
 
 def test_exception_and_early_exit_end_the_sessions_of_all_rows() -> None:
@@ -409,6 +436,91 @@ def test_rows_pause_together_once_drafting_has_lost_time() -> None:
     strategy = DraftModelCandidates(shared_draft(model, 9.0), policy=AdaptiveDepth(latency))
     assert many(model, prompts, strategy, **GREEDY) == alone(model, prompts, **GREEDY)
     assert 0 < sum(step.has_draft for step in strategy.speculation.batch_steps) <= 3
+
+
+class RecordedOutcomes(RepeatedTokens):
+    """Drafts one token twice for prompts of an even length, with estimates, and records what its session observes."""
+
+    adaptive_tree = True  # so that drafts have two tokens where one would be faster
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outcomes: list[tuple[list[int], list[int], list[int]]] = []  # drafted, verified, accepted of each row
+
+    def start(self, batch: DraftBatch) -> DraftSession:
+        session: Any = super().start(batch)
+        drafted = list[int]()
+
+        def draft(max_depths: Sequence[int]) -> DraftTree:
+            texts = zip(batch.state.pending(), batch.state.prompts, max_depths, strict=True)
+            rows = [[token] * (depth if len(prompt) % 4 else 0) for token, prompt, depth in texts]
+            drafted[:] = map(len, rows)
+            chains = [(row, tuple(range(-1, len(row) - 1))) for row in rows]
+            return DraftTree.from_nodes(chains, tuple((0.9, 0.1)[: len(row)] for row in rows))
+
+        session.draft = draft
+        session.observe = lambda result: self.outcomes.append(([*drafted], result.verified, result.accepted))
+        return session
+
+
+def test_shared_drafter_observes_how_many_nodes_the_common_cut_has_left() -> None:
+    """Would catch: nodes that were cut off before verification, which the drafter counts as rejected."""
+    model, prompts = tiny_model("llama"), some_prompts(4)
+    latency = LatencyModel.from_curves(CostCurve((1, 2, 3), (1.0, 1.1, 2.0), context=64, batch=4))
+    strategy = RecordedOutcomes()
+    assert many(model, prompts, strategy, policy=AdaptiveDepth(latency), **GREEDY) == alone(model, prompts, **GREEDY)
+    assert any(2 in drafted for drafted, _, _ in strategy.outcomes), "the drafts would be cut"
+    assert any(0 in drafted for drafted, _, _ in strategy.outcomes)
+    for drafted, verified, accepted in strategy.outcomes:
+        assert [min(count, 1) for count in drafted] == verified
+        assert all(count <= most for count, most in zip(accepted, verified, strict=True))
+
+
+class NeverDrafts(Policy):
+    """Plans no draft, for a call whose drafter has a short prefill or a long one."""
+
+    def __init__(self, prefill_is_short: bool):
+        self._prefill_is_short = prefill_is_short
+
+    def start(self, call: Call) -> PolicySession:
+        return NoDraft(self._prefill_is_short)
+
+
+class NoDraft(PolicySession):
+    """The session of `NeverDrafts`."""
+
+    def __init__(self, prefill_is_short: bool):
+        self._prefill_is_short = prefill_is_short
+
+    def depths(self, limits: Sequence[int]) -> list[int]:
+        return [0] * len(limits)
+
+    def prefill_is_short(self) -> bool:
+        return self._prefill_is_short
+
+
+@pytest.mark.parametrize("may_join", [False, True])
+def test_hidden_states_are_kept_of_calls_only_that_may_join_a_shared_drafter(may_join: bool) -> None:
+    """Would catch: the hidden states of a whole text of a call that cannot draft, or has ended."""
+    strategy: Any = RepeatedTokens()
+    strategy.target_requirements = lambda model: TargetRequirements((1,))
+    batch: Any = make_batch(make_state([[1, 2, 3]]), policy=NeverDrafts(may_join))
+    states = list[weakref.ref[torch.Tensor]]()
+
+    def committed_states(layers: Sequence[int]) -> list[torch.Tensor]:
+        new = torch.zeros(3, 8)
+        states.append(weakref.ref(new))
+        return [new]
+
+    batch.target.committed_states = committed_states
+    session = SharedSteps(Settings.parse(strategy)).settings.start(batch)
+    for _ in range(3):
+        session.plan([0])
+        assert not session.draft([0]).nodes
+        session.observe(VerificationResult([[]], [[9]], [0], verified=[0]))
+    assert sum(state() is not None for state in states) == (3 if may_join else 0)
+    session.end()
+    assert not any(state() is not None for state in states)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from hf_specgen.candidates.features import FeatureQueue
+from hf_specgen.targets.hidden_states import StepStates
 from tests.helpers.calls import make_batch, make_state
 
 
@@ -52,3 +53,11 @@ def test_feature_queue_rows_leave_and_join_in_order() -> None:
     assert prompts.tokens == [[9, 10]], "the last position is left for the next draft"
     both: Any = queue.pop_text([1, 1])
     assert both.tokens == [[6, 7, 51], [60]]
+
+
+def test_states_of_a_step_are_unchanged_by_the_next_commit() -> None:
+    """Would catch: a copy of a target, for passes over padding, that changes what drafters read of the original."""
+    first = StepStates((1,)).after_prefill(torch.zeros(2, 3, 4))
+    second = first.after_pass(torch.ones(2, 2, 4)).after_commit([[0], None])
+    assert first.last_of([1]).tolist() == [[0.0] * 4] * 2
+    assert second.last_of([1]).tolist() == [[1.0] * 4, [0.0] * 4]

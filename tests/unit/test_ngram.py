@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.harness.variants import ours
 from benchmarks.micro.trace_replay import TRACES, load_scripts, tokens_per_forward
 from hf_specgen import NgramCandidates
+from hf_specgen.batching.shared_steps import cut_to_fastest_size
 from hf_specgen.candidates.best_first import SearchLimits, SearchSession, SearchTree, best_first
 from hf_specgen.candidates.ngram import FREQUENT, PRIOR_ODDS, MatchOdds, RowText, match_class, outcomes, vote
 from hf_specgen.candidates.ngram_history import HISTORY_OUTPUT, NEAR, OWN, Occurrence
@@ -117,21 +118,52 @@ def test_observe_of_equal_outcomes_keeps_odds_within_a_factor_of_the_prior(accep
     assert odds.for_later_call().values == odds.values
 
 
+class ThreeTokens(SearchSession[None]):
+    """Finds the same chain in every step."""
+
+    def search(self, row: int, depth: int, limits: SearchLimits) -> SearchTree[None]:
+        return SearchTree([5, 6, 7], [-1, 0, 1], [0.9, 0.6, 0.4], [None] * 3)
+
+
+def three_tokens(seconds: float = 2.0) -> ThreeTokens:
+    """A session whose target takes so many seconds for five tokens, and one for one."""
+    curve = LatencyModel.from_curves(CostCurve((1, 5), (1.0, seconds), 256, 1))
+    return ThreeTokens(make_batch(make_state([[1]]), policy=AdaptiveDepth(curve)), 3, "auto")
+
+
 @pytest.mark.parametrize(("accepted", "shorter"), [(0, True), (3, False)])
 def test_size_of_drafts_follows_what_the_call_has_accepted_of_what_was_expected(accepted: int, shorter: bool) -> None:
     """Would catch: estimates that fit all texts, in a call whose drafts are all rejected."""
-
-    class Session(SearchSession[None]):
-        def search(self, row: int, depth: int, limits: SearchLimits) -> SearchTree[None]:
-            return SearchTree([5, 6, 7], [-1, 0, 1], [0.9, 0.6, 0.4], [None] * 3)
-
-    curve = LatencyModel.from_curves(CostCurve((1, 5), (1.0, 2.0), 256, 1))
-    session = Session(make_batch(make_state([[1]]), policy=AdaptiveDepth(curve)), 3, "auto")
+    session = three_tokens()
     sizes = []
     for _ in range(8):
         sizes.append(session.draft([3]).nodes)
         session.observe(VerificationResult([[]], [[9]], [accepted]))
     assert sizes[0] == 2 and sizes[-1] == (0 if shorter else 2)
+
+
+def test_probability_of_drafts_follows_what_the_row_has_accepted() -> None:
+    """Would catch: a common cut by estimates that earlier drafts of a row have refuted, or a ratio squared."""
+    session = three_tokens(seconds=1.01)
+    before = session.draft([3]).probability
+    assert before == ((0.9, 0.6, 0.4),)
+    session.observe(VerificationResult([[]], [[9]], [0], verified=[1]))
+    assert session.draft([3]).probability == (pytest.approx([value * 2 / 2.9 for value in before[0]]),)
+    session.observe(VerificationResult([[]], [[9]], [0], verified=[1]))
+    assert session.draft([3]).probability == (pytest.approx([value * 2 / 3.8 for value in before[0]]),)
+
+
+def test_cut_of_several_drafts_counts_what_each_row_has_accepted() -> None:
+    """Would catch: a row that accepts nothing, whose draft enlarges the pass for all rows."""
+    sessions = [three_tokens(seconds=1.2) for _ in range(2)]
+    latency = LatencyModel.from_curves(CostCurve((1, 2, 4), (1.0, 1.6, 2.8), 256, 2)).at(2, 256)
+    sizes = []
+    for _ in range(4):
+        trees = cut_to_fastest_size([session.draft([3]) for session in sessions], latency)
+        sizes.append(max(tree.nodes for tree in trees))
+        for session in sessions:
+            session.observe(VerificationResult([[]], [[9]], [0], verified=[sizes[-1]]))
+    assert sizes[0] > 0 and 0 in sizes
 
 
 def test_observe_of_a_session_learns_for_its_model_only() -> None:

@@ -141,6 +141,15 @@ def test_result_for_another_tree_has_its_nodes_and_counts_its_accepted_tokens(na
     assert (found.paths, found.accepted) == ([path], [accepted])
 
 
+@pytest.mark.parametrize(("verified", "expected"), [(4, 3), (2, 2), (1, 1), (0, 0)])
+def test_result_for_another_tree_counts_its_verified_nodes(verified: int, expected: int) -> None:
+    """Would catch: nodes of a member's draft that count as rejected although the combination left them out."""
+    result = VerificationResult([[0, 2]], [[5, 6, 9]], [2], verified=[verified])
+    other = DraftTree.from_nodes([([8, 5, 6, 5], (-1, -1, 1, 2))])  # as `BRANCHED`, then a node that it lacks
+    assert result_for(result, other, BRANCHED).verified == [expected]
+    assert result_for(result, other).verified == []
+
+
 def test_padded_tree_has_the_same_nodes_and_more_columns() -> None:
     """Would catch: padding that counts as nodes."""
     tree = DraftTree(torch.tensor([[5, 6]]), ((-1, 0),))
