@@ -32,7 +32,7 @@ from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.targets.row_layout import UNLIMITED
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
-from hf_specgen.verification.result import result_for
+from hf_specgen.verification.result import reindexed_result
 
 Depth = int | Literal["auto"]  # maximum depth of a draft; "auto" adapts it to acceptance and latency
 TreeSetting = int | Literal["auto"] | None
@@ -124,7 +124,7 @@ class WrappedSession(DraftSession):
         return self._change(self._own_draft, max_depths)
 
     def observe(self, result: VerificationResult) -> None:
-        self._session.observe(result_for(result, self._own_draft))
+        self._session.observe(reindexed_result(result, self._own_draft))
         self.separate_loss = self._session.separate_loss
 
     def end(self) -> None:

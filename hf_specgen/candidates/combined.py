@@ -34,7 +34,7 @@ from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification.result import VerificationResult, result_for
+from hf_specgen.verification.result import VerificationResult, reindexed_result
 
 ENOUGH_TOKENS = 7.0
 """Expected tokens of a step from which the draft of the members without a pass is verified alone: from there on a
@@ -171,7 +171,7 @@ class _CombinedSession(DraftSession):
                 result, self._tree_without_pass, self._returned_tree, self.tokens_per_pass
             )
         for (session, _), draft in zip(self._members, self._member_trees, strict=True):
-            session.observe(result_for(result, draft, self._returned_tree))
+            session.observe(reindexed_result(result, draft, self._returned_tree))
 
     def end(self) -> None:
         self._stack.close()

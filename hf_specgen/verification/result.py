@@ -39,17 +39,17 @@ class VerificationResult:
     verified: list[int] = field(default_factory=list)
 
 
-def result_for(
+def reindexed_result(
     result: VerificationResult, tree: DraftTree, verified_tree: DraftTree | None = None
 ) -> VerificationResult:
-    """The outcome in terms of `tree`, a part of the verified tree or a superset: its nodes along the accepted path.
+    """The outcome in the node indices of `tree`, a part of the verified tree or a superset: its accepted nodes.
 
     With `verified_tree`, of which `result.verified` are the first nodes, the nodes of `tree` that were verified are
     counted. They count as its first ones: both trees have the most probable nodes first.
 
     Example:
         >>> both = VerificationResult([[0, 2]], [[5, 6, 9]], accepted=[2])
-        >>> part = result_for(both, DraftTree.from_paths([[[7], [5]]]))
+        >>> part = reindexed_result(both, DraftTree.from_paths([[[7], [5]]]))
         >>> part.paths, part.accepted
         ([[1]], [1])
     """

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specgen.tree import DraftTree, depths, merge_paths, validate_parents
-from hf_specgen.verification.result import VerificationResult, accepted_path, result_for
+from hf_specgen.verification.result import VerificationResult, accepted_path, reindexed_result
 from tests.helpers import reference
 from tests.helpers.calls import frontier_of
 
@@ -134,20 +134,20 @@ RESULTS: dict[str, tuple[Any, list[int], int, DraftTree, Any, int]] = {
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_result_for_another_tree_has_its_nodes_and_counts_its_accepted_tokens(name: str) -> None:
+def test_reindexed_result_has_its_nodes_and_counts_its_accepted_tokens(name: str) -> None:
     """Would catch: one accepted token too few where the row ends, which no path contains."""
     *verified, tree, path, accepted = RESULTS[name]
-    found = result_for(VerificationResult(*([part] for part in verified)), tree)
+    found = reindexed_result(VerificationResult(*([part] for part in verified)), tree)
     assert (found.paths, found.accepted) == ([path], [accepted])
 
 
 @pytest.mark.parametrize(("verified", "expected"), [(4, 3), (2, 2), (1, 1), (0, 0)])
-def test_result_for_another_tree_counts_its_verified_nodes(verified: int, expected: int) -> None:
+def test_reindexed_result_counts_its_verified_nodes(verified: int, expected: int) -> None:
     """Would catch: nodes of a member's draft that count as rejected although the combination left them out."""
     result = VerificationResult([[0, 2]], [[5, 6, 9]], [2], verified=[verified])
     other = DraftTree.from_nodes([([8, 5, 6, 5], (-1, -1, 1, 2))])  # as `BRANCHED`, then a node that it lacks
-    assert result_for(result, other, BRANCHED).verified == [expected]
-    assert result_for(result, other).verified == []
+    assert reindexed_result(result, other, BRANCHED).verified == [expected]
+    assert reindexed_result(result, other).verified == []
 
 
 def test_padded_tree_has_the_same_nodes_and_more_columns() -> None:
