@@ -41,7 +41,8 @@ class PackedRun:
     """Settings and callbacks of a `generate_batch` call, or of an attached strategy, for the managers made in it."""
 
     settings: Settings | None  # as the user gave them; None to run plainly
-    add: Callable[[Statistics], None] = lambda _: None  # receives the counters of every request that has ended
+    # Receives the counters of every request that has ended.
+    add_statistics: Callable[[Statistics], None] = lambda _: None
     report_plain: Callable[[str], None] = _raise  # receives the reason why a manager cannot speculate
     is_plain: bool = False  # whether a manager of the call runs plainly; later ones then do too
     refusals: list[str] | None = None  # receives why requests fail that the strategy refuses; None: they run plainly
@@ -61,9 +62,9 @@ def generate_batch(
     begin = perf_counter()
     run = _run_of(kwargs, attachment and attachment.of_thread(model))
     # Requests add their statistics to a list: together they are reported as one call.
-    add_call = run.add
+    add_statistics_of_call = run.add_statistics
     requests = list[Statistics]()
-    run.add = requests.append
+    run.add_statistics = requests.append
     token = _run.set(run)
     try:
         results = original(model, *args, **kwargs)
@@ -78,7 +79,7 @@ def generate_batch(
         candidates = run.settings.candidates
         statistics = Statistics(rows, lengths, seconds, strategy=repr(candidates))
         report(candidates, statistics)
-        add_call(statistics)
+        add_statistics_of_call(statistics)
     return results
 
 
@@ -117,7 +118,7 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
     manager = original(model, **arguments)
 
     def make_steps(manager: Any, processor: Any) -> PackedSteps | None:
-        return None if settings is None else PackedSteps(processor, manager, settings, run.add, run.refusals)
+        return None if settings is None else PackedSteps(processor, manager, settings, run.add_statistics, run.refusals)
 
     transformers_batching.on_batch_processor(manager, make_steps)
     return manager

@@ -293,7 +293,7 @@ class _Batch:
                 break
             self._calls.append(call)
             if not call.is_joinable:  # it shares no passes
-                with self._failing_alone(call), self._decoding():
+                with self._isolating_errors(call), self._decoding():
                     call.loop.decode()
             if call in self._calls and call.loop.state.all_stopped:
                 yield self._completed(call)
@@ -302,12 +302,12 @@ class _Batch:
         """Drop the rows of ended calls from the common target, and append those of new calls."""
         if self._calls == self._rows:
             return
-        # New calls are last in `_calls`: the first ones are those that have a row, in the order of the rows.
+        # `_calls` has the calls with a row first, in the order of the rows, then the new ones.
         kept = [row for row, call in enumerate(self._rows) if call in self._calls]
         new = [call.target for call in self._calls[len(kept) :]]
         if not kept:
             # The common target begins with the first new call as its only row.
-            self._target = new.pop(0).common()
+            self._target = new.pop(0).as_common_target()
             kept = [0]
         self._target.keep_rows(kept)
         self._target.append_rows(*new)
@@ -328,7 +328,7 @@ class _Batch:
         for row, (loop, tree) in enumerate(zip(loops, trees, strict=True)):
             loop.timer.add("forward", seconds)  # each call waits for the whole pass
             self._rows[row].target.take_states(self._target, row, 1 + tree.nodes)
-            with self._failing_alone(self._rows[row]):
+            with self._isolating_errors(self._rows[row]):
                 loop.end_step(tree, logits[row : row + 1, : 1 + tree.nodes])
         # The paths that the rows have accepted are known: keep them in the common cache.
         for call in self._rows:
@@ -339,7 +339,7 @@ class _Batch:
             self._count([call.loop for call in self._calls], logits.shape[1])
 
     @contextmanager
-    def _failing_alone(self, call: _PromptCall) -> Iterator[None]:
+    def _isolating_errors(self, call: _PromptCall) -> Iterator[None]:
         """A context whose error is kept, with the index of the prompt; the call is removed, and its sessions end."""
         try:
             with _errors_with_index(call.index):

@@ -43,7 +43,7 @@ from hf_specgen.call_statistics import Statistics
 from hf_specgen.depth.latency import fastest_count, pass_seconds_up_to
 from hf_specgen.device_tree import Floats
 from hf_specgen.settings import Settings
-from hf_specgen.targets.hidden_states import captured_states, hook_points
+from hf_specgen.targets.hidden_states import hook_points, recorded_states
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.row_layout import UNLIMITED
 from hf_specgen.targets.support import position_table
@@ -101,9 +101,9 @@ class PackedSteps:
         self._step: list[tuple[Any, Request]] = []  # the requests in it, each after its `FutureRequestState`
         self._num_decoding = 0  # requests that decode; the others are in their prefill
         self._drafted = 0  # draft tokens
-        self._seconds: Floats | None = None  # predicted, with 0, 1, 2, … draft tokens
+        self._step_seconds: Floats | None = None  # predicted, with 0, 1, 2, … draft tokens
         self._began = 0.0  # when its pass began
-        self._states: list[torch.Tensor] = []  # captured hidden states, by layer
+        self._states: list[torch.Tensor] = []  # recorded hidden states, by layer
         self._scores: torch.Tensor
 
     @torch.no_grad()
@@ -118,7 +118,7 @@ class PackedSteps:
             raise ValueError(reason)
 
     @torch.no_grad()  # Transformers' thread has autograd on, but for the forward passes of the target
-    def extend(self, scheduled: Sequence[Any], tokens: int, token_budget: int) -> int:
+    def add_drafts(self, scheduled: Sequence[Any], tokens: int, token_budget: int) -> int:
         """Add draft tokens to the requests of a scheduled step, Transformers' `FutureRequestState`; returns how many.
 
         The step has so many tokens so far, and at most `token_budget`.
@@ -126,9 +126,9 @@ class PackedSteps:
         self._update_requests(scheduled)
         most = max(0, token_budget - tokens) if self._num_decoding else 0  # draft tokens
         self._shared.begin([request.steps for _, request in self._step], self._num_decoding)
-        self._seconds = self._predicted_seconds(tokens, token_budget)
+        self._step_seconds = self._predicted_seconds(tokens, token_budget)
         self._draft(most)
-        counts = self._counts(most)
+        counts = self._verified_counts(most)
         self._drafted = 0
         for index, (future, request) in enumerate(self._step):
             count = max(0, min(counts[index], self._max_length - 1 - future.state.position_offset))
@@ -155,6 +155,7 @@ class PackedSteps:
         for name in filter(self._processor.scheduler.request_is_cancelled, list(self._requests)):
             self._finished(self._requests.pop(name).end())
         self._step = [(future, self._request_of(future.state)) for future in scheduled]
+        # Those with a token whose keys and values are not in the cache yet: not those in a prefill, first or repeated.
         self._num_decoding = sum(bool(future.has_new_token and future.state.generated_tokens) for future in scheduled)
 
     def _request_of(self, state: Any) -> Request:
@@ -172,7 +173,9 @@ class PackedSteps:
 
     def _draft(self, most: int) -> None:
         """Draft for the decoding requests, if a step with up to `most` draft tokens, all accepted, would be faster."""
-        may_be_faster = self._seconds is None or fastest_count([1.0] * most, self._num_decoding, self._seconds) > 0
+        may_be_faster = (
+            self._step_seconds is None or fastest_count([1.0] * most, self._num_decoding, self._step_seconds) > 0
+        )
         planned = [(future, request) for future, request in self._step if future.has_new_token and request.generated]
         may_draft = [may_be_faster and self._may_draft(future.state, request) for future, request in planned]
         trees = self._shared.draft([request.steps for _, request in planned], may_draft)
@@ -189,7 +192,7 @@ class PackedSteps:
         fits_window = state.position_offset < self._max_length - 1
         return is_decoding and is_cached and fits_window and not request.refusal
 
-    def _counts(self, most: int) -> Counter[int]:
+    def _verified_counts(self, most: int) -> Counter[int]:
         """How many draft tokens of each request are verified: the most probable ones of all requests together."""
         gains_of_requests = list[tuple[float, int]]()
         for index, (_, request) in enumerate(self._step):
@@ -200,8 +203,8 @@ class PackedSteps:
         # The nodes of a tree are in descending order already: of each tree the first ones are counted.
         ranked = sorted(gains_of_requests, key=lambda gain_and_index: -gain_and_index[0])[:most]
         count = len(ranked)
-        if ranked and self._seconds is not None:
-            count = fastest_count([gain for gain, _ in ranked], self._num_decoding, self._seconds[: 1 + count])
+        if ranked and self._step_seconds is not None:
+            count = fastest_count([gain for gain, _ in ranked], self._num_decoding, self._step_seconds[: 1 + count])
         return Counter(index for _, index in ranked[:count])
 
     def _has_slots(self, state: Any, tokens: int) -> bool:
@@ -258,13 +261,13 @@ class PackedSteps:
         return indices, futures
 
     @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Captures the hidden states that drafters read, of the pass inside."""
-        with captured_states(self._hook_points, compat.input_device(self._model)) as captured:
+    def recording_states(self) -> Iterator[None]:
+        """Record the hidden states that drafters read, of the pass inside."""
+        with recorded_states(self._hook_points, compat.input_device(self._model)) as recorded:
             yield
-        self._states = [states[0] for states in captured]
+        self._states = [states[0] for states in recorded]
 
-    def sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+    def receive_scores(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         """Receive the processed scores, `[1, rows, vocab]`; tokens are chosen from them in `verify`."""
         self._scores = scores[0]
 
@@ -277,7 +280,7 @@ class PackedSteps:
         The new tokens before it are appended here to the requests, whose positions are set back over rejected tokens;
         Transformers appends the last one, as in a step without drafts.
         """
-        seconds = perf_counter() - self._began
+        measured_seconds = perf_counter() - self._began
         num_logits = [1 + request.tree.nodes if future.has_new_token else 0 for future, request in self._step]
         self._distribute_states(num_logits)
         last_tokens = list[int]()
@@ -288,7 +291,7 @@ class PackedSteps:
             if not future.has_new_token:
                 continue
             if self._num_decoding == len(self._step):  # a step with prompts would be no measurement of a decoding step
-                request.steps.timer.add("forward", seconds)
+                request.steps.timer.add("forward", measured_seconds)
             tokens = request.verify(scores)
             # All of them but the last one, which Transformers appends.
             logprobs: list[Any] = [None] * len(tokens)
@@ -302,10 +305,10 @@ class PackedSteps:
             self._roll_back(future, request, len(tokens), moves)
             if request.steps.state.has_ended(0):
                 self._finished(self._requests.pop(future.state.request_id).end())
-        if self._seconds is not None:
-            seconds = self._seconds[self._drafted]
+        if self._step_seconds is not None:
+            predicted_seconds = self._step_seconds[self._drafted]
             passes = self._shared.passes_of([request.steps for future, request in self._step if future.has_new_token])
-            self._shared.count_loss(seconds, self._num_decoding + accepted, passes)
+            self._shared.count_loss(predicted_seconds, self._num_decoding + accepted, passes)
         transformers_batching.move_slots(self._cache, moves)
         return last_tokens, last_logprobs if self._processor.return_logprobs else None
 

@@ -33,15 +33,16 @@ from hf_specgen.verification.base import with_noise
 NO_STEP = VerificationResult([None], [[]], [0], verified=[0])  # the outcome of a call that took no part in a step
 
 
-def batched(candidates: Candidates) -> tuple[StartSession, list[SharedDraft]]:
-    """What begins sessions of a strategy that draft together, and the shared sessions behind them.
+def shared_session_starts(candidates: Candidates) -> tuple[StartSession, list[SharedDraft]]:
+    """Returns the function that begins a call's session, and the shared sessions that these sessions belong to.
 
-    There is one for each drafter with a forward pass, none for strategies such as n-grams, whose calls draft alone.
+    There is a shared session for each drafter with a forward pass, none for strategies such as n-grams, whose calls
+    draft alone.
     """
     if candidates.negligible_draft_cost:
         return candidates.start, []
     if isinstance(candidates, CombinedCandidates):
-        members = [batched(member) for member in candidates.strategies]
+        members = [shared_session_starts(member) for member in candidates.strategies]
         starts = [start for start, _ in members]
         shared_drafts = [shared_draft for _, shared_of_member in members for shared_draft in shared_of_member]
         return partial(candidates.start_members, starts=starts), shared_drafts
@@ -75,13 +76,13 @@ class SharedDraft:
         session = self._strategy.start(batch)
         self.rows_can_change = session.rows_can_change
         if not session.rows_can_change:
-            return WrappedSession(session, partial(self._counted, session))
+            return WrappedSession(session, partial(self._record_passes, session))
         session.end()
         layers = self._strategy.target_requirements(batch.model).aux_hidden_state_layers
         return RowSession(batch, self, layers)
 
-    def _counted(self, session: DraftSession, tree: DraftTree, max_depths: Sequence[int]) -> DraftTree:
-        """The draft of a call with a session of its own, whose passes are added to those of the other calls."""
+    def _record_passes(self, session: DraftSession, tree: DraftTree, max_depths: Sequence[int]) -> DraftTree:
+        """Add the passes of a call's own session to those of the step; returns the draft unchanged."""
         if any(max_depths):
             self.tokens_per_pass += session.passes_of(tree)
         return tree
@@ -182,7 +183,11 @@ class RowSession(DraftSession):
         self.has_joined = False  # whether the call is a row of the shared session, which has drafted since
 
     def new_states(self, aux_layers: Sequence[int]) -> torch.Tensor:
-        """The states of some layers that the shared session has not received: of the prompt and steps, or of none."""
+        """The states of some layers that the shared session has not received.
+
+        These are the states of the prompt and of all steps before the call joins; then those of the last step, if its
+        outcome has not been passed on; otherwise none.
+        """
         [states] = self.batch.committed_states(aux_layers)
         if self.has_joined:
             return states if self.result is not None else states[:0]
@@ -207,9 +212,9 @@ class RowSession(DraftSession):
         self._earlier_states = {}
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        """The tree that `SharedDraft.draft` has made for this call, at the planned depth.
+        """Return the tree that `SharedDraft.draft` has made for this call, at the planned depth.
 
-        In a call that is decoded alone, by `DecodingLoop.decode`, nobody else calls `SharedDraft.draft`, so this does.
+        If nothing has called that, since the call is decoded alone by `DecodingLoop.decode`, call it now.
         """
         if self in self._shared.planned:
             self._shared.draft()

@@ -20,7 +20,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from hf_specgen.batching.shared_draft import batched
+from hf_specgen.batching.shared_draft import shared_session_starts
 from hf_specgen.candidates.base import DraftSession
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.decoding import DecodingSteps
@@ -38,7 +38,7 @@ class SharedSteps:
 
     def __init__(self, settings: Settings):
         self._loss = DraftingLoss()
-        self._start_session, self._shared_sessions = batched(settings.candidates)
+        self._start_session, self._shared_sessions = shared_session_starts(settings.candidates)
         self.settings = replace(settings, start=self._start, policy=SharedDepth(settings.policy, self._loss))
         # For the rows and context of the present step; None if it was not measured, or no row decodes.
         self.latency: StepLatency | None = None

@@ -48,9 +48,9 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
     `scheduler.add_waiting_request` receives new requests: one that `check` refuses fails alone, with its `ValueError`.
     In each step Transformers calls, in this order:
 
-        scheduler.schedule_batch                    then `extend` adds the drafts
+        scheduler.schedule_batch                    then `add_drafts` adds the drafts
         model_runner.compute_batch                  after `place_drafts`, which gives the drafts positions and masks
-        model_runner._sample                        is `sample`, which keeps the scores
+        model_runner._sample                        is `receive_scores`
         inputs_and_outputs.prepare_batch_update     is `verify`, which verifies all drafts
 
     The hooks refer to the processor weakly: in a cycle it would keep its cache until the next garbage collection.
@@ -83,7 +83,7 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
         if requests:
             # A step of decoding requests alone may exceed the cache budget, but not with drafts: it then gets none.
             draft_budget = token_budget if kv_read <= cache_budget else tokens
-            drafted = steps.extend(requests, tokens, draft_budget)
+            drafted = steps.add_drafts(requests, tokens, draft_budget)
             is_decode = is_decode and not drafted
             tokens += drafted
         return requests, is_decode, tokens, kv_read
@@ -96,13 +96,13 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
         this.logit_processor.prepare_tensor_args(requests, arguments)
         batch_data["logits_indices"] = torch.tensor(indices, dtype=torch.long, device=ios.device)
         batch_data["logits_processor_args"] = arguments[:, : len(indices)]
-        with steps.capturing():
+        with steps.recording_states():
             compute(this.model_runner, model, batch_data)
 
     scheduler.add_waiting_request = add_waiting_request
     scheduler.schedule_batch = schedule_batch
     runner.compute_batch = compute_batch
-    runner._sample = steps.sample
+    runner._sample = steps.receive_scores
     ios.prepare_batch_update = lambda: (this.inputs_and_outputs.requests_in_batch, *steps.verify())
 
 

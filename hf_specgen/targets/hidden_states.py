@@ -36,7 +36,7 @@ class StepStates:
     states of before.
     """
 
-    layers: tuple[int, ...]  # the captured ones, as in `TargetRequirements`
+    layers: tuple[int, ...]  # the recorded ones, as in `TargetRequirements`
     states: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
     """`[batch, positions, layers * hidden]` of the pass, those of a prompt first."""
     slots: int = 0  # how many positions at the end of the pass are those of the step
@@ -102,10 +102,10 @@ class HiddenStateTarget(Target):
 
     def prefill(self) -> torch.Tensor:
         assert isinstance(self._pass, HookedPass)
-        with captured_states(self._pass.points, self.device) as captured:
+        with recorded_states(self._pass.points, self.device) as recorded:
             logits = super().prefill()
         # A prefill in chunks has several passes; one over given embeddings makes none of its own.
-        by_pass = [passes or [self._given_embeddings] for passes in captured]
+        by_pass = [passes or [self._given_embeddings] for passes in recorded]
         states = [torch.cat(passes, dim=1) if len(passes) > 1 else passes[0] for passes in by_pass]
         layers = zip(self.step_states.layers, states, strict=True)
         sizes = {state.shape[-1] for layer, state in layers if layer >= 0}  # the output matrix may read another size
@@ -148,7 +148,7 @@ class HiddenStateReplayTarget(HiddenStateTarget, ReplayTarget):
 
 
 class HiddenStateRowTarget(HiddenStateTarget, RowTarget):
-    """A `RowTarget` that captures hidden states, or receives those that the common target has captured."""
+    """A `RowTarget` that captures hidden states, or receives those that the common target has recorded."""
 
     def take_states(self, common: Target, row: int, tokens: int) -> None:
         assert isinstance(common, HiddenStateTarget)
@@ -197,15 +197,15 @@ class HookedPass(ModelPass):
     device: torch.device = field(compare=False)  # where the states go
 
     def __call__(self, module: Any, inputs: dict[str, Any], cache: Any) -> PassOutput:
-        with captured_states(self.points, self.device) as captured:
+        with recorded_states(self.points, self.device) as recorded:
             output = super().__call__(module, inputs, cache)
-        return PassOutput(output.logits, tuple(passes[-1] for passes in captured))
+        return PassOutput(output.logits, tuple(passes[-1] for passes in recorded))
 
 
 @contextmanager
-def captured_states(points: Sequence[HookPoint], device: torch.device) -> Iterator[list[list[torch.Tensor]]]:
+def recorded_states(points: Sequence[HookPoint], device: torch.device) -> Iterator[list[list[torch.Tensor]]]:
     """Capture, by point, the states of each forward pass that this thread (and no other) runs inside."""
-    captured: list[list[torch.Tensor]] = [[] for _ in points]
+    recorded: list[list[torch.Tensor]] = [[] for _ in points]
 
     def keep(index: int, value: Any) -> None:
         state = value if isinstance(value, torch.Tensor) else value[0]
@@ -217,19 +217,19 @@ def captured_states(points: Sequence[HookPoint], device: torch.device) -> Iterat
                 f"{list(state.shape)}, not [batch, positions, hidden], so that a draft head cannot read it; use a "
                 "strategy without a head"
             )
-        captured[index].append(state.to(device))
+        recorded[index].append(state.to(device))
 
     with ExitStack() as stack:
         for index, (_, module, is_input, _) in enumerate(points):
             before = lambda _, args, kwargs, index=index: keep(index, args)  # noqa: E731
             after = lambda _, args, kwargs, output, index=index: keep(index, output)  # noqa: E731
             stack.enter_context(thread_hooks([module], before) if is_input else thread_hooks([module], after=after))
-        yield captured
+        yield recorded
 
 
-def _of_layers(states: torch.Tensor, captured: Sequence[int], aux_layers: Sequence[int]) -> torch.Tensor:
-    """`[length, captured * hidden]` states, reduced to those of some layers."""
-    if tuple(captured) == tuple(aux_layers):
+def _of_layers(states: torch.Tensor, recorded: Sequence[int], aux_layers: Sequence[int]) -> torch.Tensor:
+    """`[length, recorded * hidden]` states, reduced to those of some layers."""
+    if tuple(recorded) == tuple(aux_layers):
         return states
-    by_layer = states.chunk(len(captured), dim=-1)
-    return torch.cat([by_layer[captured.index(layer)] for layer in aux_layers], dim=-1)
+    by_layer = states.chunk(len(recorded), dim=-1)
+    return torch.cat([by_layer[recorded.index(layer)] for layer in aux_layers], dim=-1)

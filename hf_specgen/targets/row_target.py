@@ -35,7 +35,7 @@ class RowTarget(Target):
             return False
         return self._inputs.rows_can_change(self.cache)
 
-    def common(self) -> Self:
+    def as_common_target(self) -> Self:
         """Make a common target with this row as the first one, which shares its cache; `append_rows` adds others."""
         common = self.copy()
         common._layout = self._layout.copy()
