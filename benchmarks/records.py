@@ -54,7 +54,7 @@ RECORDS = {
     "block-verification": Record("micro block-verification", 1, 2),
     "learnt-latency": Record("micro learnt-latency", 1, 1),
     "draft-window": Record("micro draft-window", 1, 3),
-    "grammar-verification": Record("micro grammar-verification --repeats 2", 2, 3, GRAMMAR_LIBRARIES),
+    "grammar-verification": Record("micro grammar-verification --repeats 2", 2, 2, GRAMMAR_LIBRARIES),
     "grammar-drafts": Record("micro grammar-drafts", 1, 10, GRAMMAR_LIBRARIES),
     "step-operations": Record("micro step-operations ngram-lookup", 2, 1),
     "other-tokenizer": Record("micro other-tokenizer --repeats 1", 2, 2),
