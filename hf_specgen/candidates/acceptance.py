@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import torch
 
-MIN_PROBABILITY = 0.001
 MAX_PROBABILITY = 0.999
-"""Limits of an acceptance probability: every node is strictly less likely than its parent, and none impossible."""
+"""Limit of an acceptance probability on the host: every node is strictly less likely than its parent."""
 
 
 def finite(scores: torch.Tensor) -> torch.Tensor:

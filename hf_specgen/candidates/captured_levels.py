@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import repeat
-from math import log
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from hf_specgen.candidates.acceptance import MAX_PROBABILITY, MIN_PROBABILITY, confidence_by_rank, finite
+from hf_specgen.candidates.acceptance import confidence_by_rank, finite
 from hf_specgen.candidates.level_tensors import LevelTensors
 from hf_specgen.candidates.tree_builder import Constants, TreeBuilder
 from hf_specgen.device_tree import NodeSelection
@@ -80,7 +79,6 @@ class CandidateProposer:
                 confidence = confidence if self.children == 1 else by_rank
             if self.threshold:
                 may_expand = confidence >= self.threshold
-        log_acceptance = log_acceptance.clamp(log(MIN_PROBABILITY), log(MAX_PROBABILITY))
         if self.wants_q:  # siblings stay in the order in which they were drawn, equal ones too
             log_acceptance = log_acceptance - 1e-4 * torch.arange(self.children, device=index.device)
         tokens = index if self.token_ids is None else self.token_ids[index]

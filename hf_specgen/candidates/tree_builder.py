@@ -126,13 +126,13 @@ class TreeBuilder:
         Args:
             tokens: `[rows, expanded last, children]`, most preferred first.
             log_acceptance: of the same shape, the logarithm of the probability that the target chooses each, given that
-                it reached the node; below 0, so that every node is less likely than its parent.
+                it reached the node; a candidate with NaN or -inf is no node.
             may_expand: of the same shape, whether each may be expanded; None: all.
         """
         log_paths = log_acceptance
         if self._expansions:
             log_paths = log_paths + self._expansions[-1].log_paths[..., None]  # acceptance times that of the parent
-        log_paths = log_paths.flatten(1).nan_to_num(NO_NODE, inf, -inf)  # a candidate with NaN is no node
+        log_paths = log_paths.flatten(1).nan_to_num(nan=NO_NODE, neginf=NO_NODE)
         if self.max_depths_on_device is not None:  # the children have the depth `num_levels + 1`
             log_paths = log_paths.masked_fill(self.max_depths_on_device <= self.num_levels, NO_NODE)
         self._expansion_scores = log_paths
@@ -247,8 +247,8 @@ class TreeBuilder:
             self._host_values = values
             log_paths = values[:, LOG_PATH, 1:]
         else:
-            by_level = [level.log_paths for level in self._levels]
-            flat = torch.cat([*by_level, self._expansion_scores], dim=1).cpu().numpy()
+            levels = (level.log_paths for level in self._levels)
+            flat = torch.cat([*levels, self._expansion_scores], dim=1).cpu().numpy()
             log_paths = flat[:, : self.num_candidates]
             scores = flat[:, self.num_candidates :]
         if min(self.max_depths) <= self.num_levels:  # nodes at the maximum depth of their row are not expanded
@@ -263,8 +263,8 @@ class TreeBuilder:
         values = self._values(self._expanded_candidate_indices())
         selected = None  # chains have this order already
         if self.children > 1:
-            # The root has log probability 0, above all nodes, so it comes first; parents precede children.
-            selected = values[:, LOG_PATH].topk(1 + nodes, dim=1).indices
+            # Parents precede children, equally likely ones too: the sort is stable, and parents have lower indices.
+            selected = values[:, LOG_PATH].sort(dim=1, descending=True, stable=True).indices[:, : 1 + nodes]
         tree, _ = self._tree(values, selected, nodes)
         return tree
 
@@ -286,7 +286,7 @@ class TreeBuilder:
             others = log_paths.scatter(1, expanded, -inf).topk(nodes - self.num_expanded, dim=1).indices
             selected = torch.cat([expanded, others], dim=1)
             if not expanded_first:
-                by_probability = log_paths.gather(1, selected).argsort(dim=1, descending=True)
+                by_probability = log_paths.gather(1, selected).argsort(dim=1, descending=True, stable=True)
                 selected = selected.gather(1, by_probability)
         # Where expanded nodes come first, those that are padding keep their places too.
         return self._tree(values, selected, nodes, keeps_placeholders=expanded_first)
@@ -366,7 +366,7 @@ def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> 
     depth_of_group = [0, *(1 + depth for depth in depths)]
     depth_of_candidate = [depth for depth in depth_of_group for _ in range(children)]
     parent_of_candidate = [group - 1 for group in range(groups) for _ in range(children)]
-    root_log_paths = [0.0] + [2 * NO_NODE] * (children - 1)  # the others in group 0 are never chosen before a candidate
+    root_log_paths = [0.0] + [-inf] * (children - 1)  # the others in group 0 are never chosen before a candidate
     tensor = partial(torch.tensor, device=device)
     return Constants(
         depths=tensor(depths),
@@ -394,7 +394,7 @@ class ProbabilitySnapshot(NamedTuple):
     def may_improve(self, nodes: int) -> bool:
         """Whether expanding candidates of the last level may change any row's best tree of `nodes` nodes.
 
-        A child is less likely than its parent, so only a candidate among the best `nodes` can have a child among them.
+        No child is more likely than its parent, so only a candidate among the best `nodes` can have one among them.
         """
         least = self.probability[:, nodes - 1] if self.probability.shape[1] >= nodes else 0.0
         return bool((self.expansion_probability[:, 0] > least).any())

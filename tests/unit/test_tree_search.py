@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_specgen.candidates.acceptance import MAX_PROBABILITY, MIN_PROBABILITY, confidence_by_rank
+from hf_specgen.candidates.acceptance import confidence_by_rank
 from hf_specgen.candidates.acceptance_estimator import AcceptanceEstimator
 from hf_specgen.candidates.best_first import SearchLimits, best_first
 from hf_specgen.candidates.captured_levels import CandidateProposer
@@ -163,6 +163,25 @@ def test_tree_builder_agrees_with_the_reference(
         for node, p in enumerate(tree.probability[row]):
             if p > 1e-20:
                 assert p == pytest.approx(known[reference.path(tree, row, node)], rel=1e-4)
+
+
+@pytest.mark.parametrize("with_expanded", [False, True])
+@pytest.mark.parametrize("nodes", range(2, 21))
+def test_nodes_that_are_as_likely_as_their_children_precede_them(nodes: int, with_expanded: bool) -> None:
+    """Would catch: a child whose probability rounds to 1 before its parent, or without it."""
+    builder = new_builder([8], 4)
+    certain = torch.tensor([[[0.0, -20.0, -30.0, -torch.inf]]])
+    builder.add(torch.tensor([[[1, 2, 3, 4]]]), certain)
+    for level in range(1, 8):
+        builder.select_frontier(2)
+        builder.add(10 * level + torch.arange(8).view(1, 2, 4), certain.expand(1, 2, 4))
+    tree = builder.best(nodes)
+    if with_expanded:
+        tree, _ = builder.best_with_expanded(max(nodes, builder.num_expanded), expanded_first=False)
+    _check_structure(tree)
+    assert all(parent < node for node, parent in enumerate(tree.parents[0]))
+    likely = [1, *(10 * level for level in range(1, 7))]
+    assert tree.token_lists()[0][:7] == likely[: tree.nodes]
 
 
 def _check_last_ancestors(frontier: Frontier, paths: list[list[tuple[int, ...]]]) -> None:
@@ -375,7 +394,7 @@ def test_proposals_of_a_draft_vocabulary_are_those_of_the_whole_one(is_sampled: 
     confidence = best.values / weights.sum(dim=-1, keepdim=True)
     if wants_q:
         confidence = confidence_by_rank(whole.softmax(dim=-1).amax(dim=-1), 4)
-    expected = confidence.clamp(MIN_PROBABILITY, MAX_PROBABILITY).log() - 1e-4 * torch.arange(4) * wants_q
+    expected = confidence.log() - 1e-4 * torch.arange(4) * wants_q
 
     propose = CandidateProposer(4, vocab, 0.1, ScoreProcessors.of([]), ids, wants_q)
     tokens, acceptance, expandable, q = propose(propose.scores(logits), perturbed(logits, noise[..., ids]))
