@@ -8,7 +8,7 @@ in a Kalman filter. So each size is compared with the steps before and after it,
 remains uncertain, instead of being taken for as fast as the machine was in them.
 
 The first step of the first adaptive call has no draft and gives T(1). If it was delayed, all drafts look free, so that
-no other step would be without one. So some later steps have no draft: one of 8, two of 16, three of 32.
+no other step would be without one. So the steps after 8, 16 and 32 steps have no draft either, and so on.
 
 Rows of a batch end at different steps. T(q) of 8 rows begins at 8 tokens, so it cannot tell what drafts cost once a
 single row is left. So T(q) is timed for each number of present rows up to a power of two; like the first step of all,
@@ -17,6 +17,7 @@ the first step with so few rows has no draft.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -43,10 +44,12 @@ CALL_SPEED_CHANGE = 0.3  # of the machine's speed from a call to the next
 FIRST_NOISE = 0.3  # of the time of the first step, which has no steps before it that show whether it was delayed
 DOUBLING = 0.2  # of T(2q) / T(q), whose mean is 2^GROWTH
 GROWTH = 0.25
-DEGREES_OF_FREEDOM = 3.0  # of the noise: less than those of a normal distribution, as some steps are delayed
+DEGREES_OF_FREEDOM = 3.0  # of Student's t-distribution of the noise: few, as some steps are delayed
 
 SETTLED = 25
 """Steps of a size after which it leaves T(q) as it is, so that decisions depend on the texts alone."""
+NEW_STEPS_PER_UPDATE = 1 / 8
+"""T(q) is updated once so large a part of all steps is new, or the size of the last step has had two at most."""
 FIRST_STEPS = 8  # after which a second step has no draft, and another one whenever there are twice as many steps
 COMPUTE_BOUND_TOKENS = 64  # tokens of a pass from which on its time is assumed to grow in proportion
 MAX_SAVED = 10.0  # of logarithms in files: no pass takes 20,000 times as long as one token
@@ -91,28 +94,33 @@ class StepTimes:
 
     def with_step(self, size: int, seconds: float) -> StepTimes:
         """The distribution after another step."""
-        terms = np.zeros(len(SIZES))
-        terms[0] = 1.0
-        terms[SIZES.index(size)] = 1.0
         covariance = self.covariance.copy()
         covariance[0, 0] += SPEED_CHANGE**2
-        surprise = log(seconds) - float(terms @ self.means)
+        terms = [0] if size == 1 else [0, SIZES.index(size)]
+        with_sum = covariance[terms].sum(axis=0)
+        variance = with_sum[terms].sum()
+        surprise = log(seconds) - self.means[terms].sum()
         # A delayed step is noisier than others: Student's t-distribution, as a normal one with a variance of its own.
-        relative = surprise**2 / float(terms @ covariance @ terms + STEP_NOISE**2)
+        relative = surprise**2 / (variance + STEP_NOISE**2)
         noise = STEP_NOISE**2 * max(1.0, (DEGREES_OF_FREEDOM + relative) / (DEGREES_OF_FREEDOM + 1))
         counts = {**self.counts, size: self.counts.get(size, 0) + 1}
-        return replace(self, covariance=covariance, counts=counts)._given(terms, surprise, noise)
+        times = StepTimes(self.means, covariance, counts, self.context, self.batch)
+        return times._given(surprise, with_sum, variance + noise)
 
-    def _given(self, terms: Floats, surprise: float, noise: float) -> StepTimes:
-        """The distribution given a sum of terms that was observed with noise of this variance.
+    def _given(self, surprise: float, with_sum: Floats, variance: float) -> StepTimes:
+        """The distribution given the observation of a sum of terms.
 
-        `surprise` is what was observed less the sum's mean.
+        Args:
+            surprise: the observed value less the mean of the sum.
+            with_sum: `[sizes]` the covariance of each entry with the sum.
+            variance: of the observed value.
         """
-        shared = self.covariance @ terms
-        gain = shared / (terms @ shared + noise)
-        return replace(self, means=self.means + gain * surprise, covariance=self.covariance - np.outer(gain, shared))
+        gain = with_sum / variance
+        means = self.means + gain * surprise
+        covariance = self.covariance - gain[:, None] * with_sum
+        return StepTimes(means, covariance, self.counts, self.context, self.batch)
 
-    def for_later_call(self) -> StepTimes:
+    def in_later_call(self) -> StepTimes:
         """The distribution at the first step of another call, at which the speed may be another one."""
         covariance = self.covariance.copy()
         covariance[0, 0] += CALL_SPEED_CHANGE**2
@@ -143,9 +151,9 @@ class StepTimes:
                 counts[size] = int(count)
                 if not (size > 1 and abs(mean) < MAX_SAVED and 0 < deviation < MAX_SAVED):
                     return None
-                terms = np.zeros(len(SIZES))
-                terms[SIZES.index(size)] = 1.0
-                times = times._given(terms, mean - float(terms @ times.means), deviation**2)
+                index = SIZES.index(size)
+                with_size = times.covariance[index]
+                times = times._given(mean - times.means[index], with_size, with_size[index] + deviation**2)
             times = replace(times, counts=counts)
             is_valid = min(counts.values()) > 0 and bool(times.curve)
         except (TypeError, KeyError, ValueError, AttributeError, OverflowError):
@@ -208,6 +216,8 @@ class PassTimer:
     def __init__(self, call: Call, times: StepTimes):
         self._call = call
         self.times = times
+        self._new_steps: list[tuple[int, float]] = []  # sizes and seconds that `times` does not have yet
+        self._counts = Counter(times.counts)  # steps of each size, the new ones included
         self._key = _key(call, times.batch)
 
     @cached_property
@@ -223,7 +233,7 @@ class PassTimer:
             key = _shared_key(call, rows)
             times = memory.recall(type(call.model), key, lambda: None)
             times = times or StepTimes.from_saved(saved_results.load(SAVED, key))
-        return None if times is None else cls(call, times.for_later_call())
+        return None if times is None else cls(call, times.in_later_call())
 
     @classmethod
     def of_first_step(cls, call: Call, step: StepRecord) -> PassTimer | None:
@@ -231,32 +241,39 @@ class PassTimer:
         if (timed := _timed(call, step, step.pass_rows)) is None or timed[0] != 1:
             return None
         timer = cls(call, StepTimes.of_plain_step(timed[1], call.context_length, step.pass_rows))
-        timer._keep(1)
+        timer._keep()
         return timer
 
     @property
     def needs_plain_step(self) -> bool:
         """Whether the next step should have no draft, since few of so many steps had none."""
-        steps = sum(self.times.counts.values())
-        return self.times.counts[1] < SETTLED and steps >= FIRST_STEPS * 2 ** (self.times.counts[1] - 1)
+        plain = self._counts[1]
+        return plain < SETTLED and self._counts.total() >= FIRST_STEPS * 2 ** (plain - 1)
 
     def observe(self, step: StepRecord) -> bool:
         """Use the time of a step for its size; returns whether T(q) has changed by it."""
         if (timed := _timed(self._call, step, self.times.batch)) is None:
             return False
-        size, seconds = timed
-        self.times = self.times.with_step(size, seconds)
-        is_settled = self.times.counts[size] > SETTLED
+        size, _ = timed
+        self._new_steps.append(timed)
+        self._counts[size] += 1
+        if self._counts[size] > 2 and len(self._new_steps) < NEW_STEPS_PER_UPDATE * self._counts.total():
+            return False
+        # Use all new steps. They tell the machine's speed even if all of their sizes are settled.
+        is_settled = True
+        for size, seconds in self._new_steps:
+            self.times = self.times.with_step(size, seconds)
+            is_settled = is_settled and self.times.counts[size] > SETTLED
+        self._new_steps.clear()
         if not is_settled:
-            self._keep(size)
+            self._keep()
         return not is_settled
 
-    def _keep(self, size: int) -> None:
-        """Keep the times for later calls, now and then for later processes."""
+    def _keep(self) -> None:
+        """Keep the times for later calls, other models of the architecture, and later processes."""
         memory.store(self._call.model, self._key, self.times)
         memory.store(type(self._call.model), self._shared_key, self.times)
-        if self.times.counts[size] in (3, SETTLED):  # saved twice for each size
-            saved_results.save(SAVED, self._shared_key, self.times.saved())
+        saved_results.save(SAVED, self._shared_key, self.times.saved())
 
 
 def _with_lower_bound(curve: CostCurve, largest: int, of_more_rows: CostCurve) -> CostCurve:
