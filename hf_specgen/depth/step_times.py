@@ -48,8 +48,8 @@ DEGREES_OF_FREEDOM = 3.0  # of Student's t-distribution of the noise: few, as so
 
 SETTLED = 25
 """Steps of a size after which it leaves T(q) as it is, so that decisions depend on the texts alone."""
-NEW_STEPS_PER_UPDATE = 1 / 8
-"""T(q) is updated once so large a part of all steps is new, or the size of the last step has had two at most."""
+STEPS_PER_UPDATE = 8
+"""Steps by which T(q) is updated at once; fewer if an eighth of all is new, or a size has had two at most."""
 FIRST_STEPS = 8  # after which a second step has no draft, and another one whenever there are twice as many steps
 COMPUTE_BOUND_TOKENS = 64  # tokens of a pass from which on its time is assumed to grow in proportion
 MAX_SAVED = 10.0  # of logarithms in files: no pass takes 20,000 times as long as one token
@@ -257,7 +257,8 @@ class PassTimer:
         size, _ = timed
         self._new_steps.append(timed)
         self._counts[size] += 1
-        if self._counts[size] > 2 and len(self._new_steps) < NEW_STEPS_PER_UPDATE * self._counts.total():
+        enough = min(STEPS_PER_UPDATE, self._counts.total() / 8)
+        if self._counts[size] > 2 and len(self._new_steps) < enough:
             return False
         # Use all new steps. They tell the machine's speed even if all of their sizes are settled.
         is_settled = True
