@@ -234,7 +234,7 @@ class DecodingSteps:
                 logits = self.target.forward_again(self.state.pending(), active)
                 result = self.verification.verify(tree, logits, active, self.outputs.criteria)
             assert result is not None, "a step without a draft"
-            result.verified = [len(parents) for parents in tree.parents]
+            result.num_in_pass = [len(parents) for parents in tree.parents]
             if self.draft_session.top_tokens:
                 pending = self.state.pending()
                 count = self.draft_session.top_tokens

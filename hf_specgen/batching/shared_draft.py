@@ -30,7 +30,7 @@ from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.base import with_noise
 
-NO_STEP = VerificationResult([None], [[]], [0], verified=[0])  # the outcome of a call that took no part in a step
+NO_STEP = VerificationResult([None], [[]], [0], num_in_pass=[0])  # the outcome of a call that took no part in a step
 
 
 def shared_session_starts(candidates: Candidates) -> tuple[StartSession, list[SharedDraft]]:
@@ -145,10 +145,10 @@ class SharedDraft:
             paths = [result.paths[0] for result in results]
             tokens = [result.tokens[0] for result in results]
             accepted = [result.accepted[0] for result in results]
-            # Where a draft was changed before verification, it is not known how many were verified: then all count.
+            # Where a draft was changed before the pass, it is not known how many of its nodes that had: then all count.
             drafted = [len(row.tree.parents[0]) for row in self.rows]
-            verified = [sum(result.verified or [nodes]) for result, nodes in zip(results, drafted, strict=True)]
-            self._session.observe(VerificationResult(paths, tokens, accepted, verified=verified))
+            num_in_pass = [sum(result.num_in_pass or [nodes]) for result, nodes in zip(results, drafted, strict=True)]
+            self._session.observe(VerificationResult(paths, tokens, accepted, num_in_pass=num_in_pass))
         for row in self.rows:
             row.result = None
         if not any(row.is_active for row in self.rows):

@@ -151,7 +151,7 @@ class SearchSession(DraftSession, Generic[Tag]):
     def observe(self, result: VerificationResult) -> None:
         """Count how many draft tokens were expected to be accepted, of those that were verified, and how many were."""
         for row, probability in enumerate(self._probability):
-            self._expected[row] += sum(probability[: result.verified[row]] if result.verified else probability)
+            self._expected[row] += sum(probability[: result.num_in_pass[row]] if result.num_in_pass else probability)
         self._probability = ()
         for row, accepted in enumerate(result.accepted):
             self._accepted[row] = min(self._expected[row], self._accepted[row] + accepted)

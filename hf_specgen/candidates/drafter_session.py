@@ -90,8 +90,8 @@ class DrafterSession(DraftSession, Generic[T]):
         """Count the outcome, and keep what was computed for accepted nodes."""
         self._count_by_length(result)
         probability = self._tree.probability or ()
-        verified = result.verified or map(len, probability)
-        expected = sum(sum(row[:count]) for row, count in zip(probability, verified, strict=False))
+        num_in_pass = result.num_in_pass or map(len, probability)
+        expected = sum(sum(row[:count]) for row, count in zip(probability, num_in_pass, strict=False))
         self._estimator.record_outcome(sum(result.accepted), expected)
         self.drafter.commit(self._expanded_paths(result))
 

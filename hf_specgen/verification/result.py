@@ -27,7 +27,7 @@ class VerificationResult:
         scores: if asked for, the processed scores of each emitted token: per row a list of `[vocab]`.
         logits: if asked for, the same before the processors.
         top_tokens: the most likely next tokens after every input token, if `DraftSession.top_tokens` is not 0.
-        verified: how many nodes of each row's draft were verified, the first ones; empty if that is not known.
+        num_in_pass: how many nodes of each row's draft the pass of the target had, the first ones; empty if unknown.
     """
 
     paths: list[list[int] | None]
@@ -36,7 +36,7 @@ class VerificationResult:
     scores: list[list[torch.Tensor]] = field(default_factory=list)
     logits: list[list[torch.Tensor]] = field(default_factory=list)
     top_tokens: TopTokens | None = None
-    verified: list[int] = field(default_factory=list)
+    num_in_pass: list[int] = field(default_factory=list)
 
 
 def reindexed_result(
@@ -44,8 +44,8 @@ def reindexed_result(
 ) -> VerificationResult:
     """The outcome in the node indices of `tree`, a part of the verified tree or a superset: its accepted nodes.
 
-    With `verified_tree`, of which `result.verified` are the first nodes, the nodes of `tree` that were verified are
-    counted. They count as its first ones: both trees have the most probable nodes first.
+    With `verified_tree`, of which the pass had the first `result.num_in_pass` nodes, those of them that are in `tree`
+    are counted. They count as its first ones: both trees have the most probable nodes first.
 
     Example:
         >>> both = VerificationResult([[0, 2]], [[5, 6, 9]], accepted=[2])
@@ -58,10 +58,11 @@ def reindexed_result(
     nodes = list(map(path_of_tokens, tree.token_lists(), tree.parents, emitted))
     # An accepted token that ends the row is the pending token, which no path contains.
     paths = [None if path is None else own[: len(path)] for path, own in zip(result.paths, nodes, strict=True)]
-    verified = []
+    num_in_pass = []
     if verified_tree is not None:
-        verified = [num_common_nodes(tree, verified_tree, row, count) for row, count in enumerate(result.verified)]
-    return replace(result, paths=paths, accepted=list(map(len, nodes)), verified=verified)
+        counts = enumerate(result.num_in_pass)
+        num_in_pass = [num_common_nodes(tree, verified_tree, row, count) for row, count in counts]
+    return replace(result, paths=paths, accepted=list(map(len, nodes)), num_in_pass=num_in_pass)
 
 
 def num_common_nodes(tree: DraftTree, other: DraftTree, row: int, count: int) -> int:

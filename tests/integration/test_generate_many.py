@@ -459,7 +459,7 @@ class RecordedOutcomes(RepeatedTokens):
             return DraftTree.from_nodes(chains, tuple((0.9, 0.1)[: len(row)] for row in rows))
 
         session.draft = draft
-        session.observe = lambda result: self.outcomes.append(([*drafted], result.verified, result.accepted))
+        session.observe = lambda result: self.outcomes.append(([*drafted], result.num_in_pass, result.accepted))
         return session
 
 
@@ -517,7 +517,7 @@ def test_hidden_states_are_kept_of_calls_only_that_may_join_a_shared_drafter(may
     for _ in range(3):
         session.plan([0])
         assert not session.draft([0]).nodes
-        session.observe(VerificationResult([[]], [[9]], [0], verified=[0]))
+        session.observe(VerificationResult([[]], [[9]], [0], num_in_pass=[0]))
     assert sum(state() is not None for state in states) == (3 if may_join else 0)
     session.end()
     assert not any(state() is not None for state in states)

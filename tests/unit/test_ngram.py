@@ -147,9 +147,9 @@ def test_probability_of_drafts_follows_what_the_row_has_accepted() -> None:
     session = three_tokens(seconds=1.01)
     before = session.draft([3]).probability
     assert before == ((0.9, 0.6, 0.4),)
-    session.observe(VerificationResult([[]], [[9]], [0], verified=[1]))
+    session.observe(VerificationResult([[]], [[9]], [0], num_in_pass=[1]))
     assert session.draft([3]).probability == (pytest.approx([value * 2 / 2.9 for value in before[0]]),)
-    session.observe(VerificationResult([[]], [[9]], [0], verified=[1]))
+    session.observe(VerificationResult([[]], [[9]], [0], num_in_pass=[1]))
     assert session.draft([3]).probability == (pytest.approx([value * 2 / 3.8 for value in before[0]]),)
 
 
@@ -162,7 +162,7 @@ def test_cut_of_several_drafts_counts_what_each_row_has_accepted() -> None:
         trees = cut_to_fastest_size([session.draft([3]) for session in sessions], latency)
         sizes.append(max(tree.nodes for tree in trees))
         for session in sessions:
-            session.observe(VerificationResult([[]], [[9]], [0], verified=[sizes[-1]]))
+            session.observe(VerificationResult([[]], [[9]], [0], num_in_pass=[sizes[-1]]))
     assert sizes[0] > 0 and 0 in sizes
 
 

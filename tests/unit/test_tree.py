@@ -141,13 +141,13 @@ def test_reindexed_result_has_its_nodes_and_counts_its_accepted_tokens(name: str
     assert (found.paths, found.accepted) == ([path], [accepted])
 
 
-@pytest.mark.parametrize(("verified", "expected"), [(4, 3), (2, 2), (1, 1), (0, 0)])
-def test_reindexed_result_counts_its_verified_nodes(verified: int, expected: int) -> None:
+@pytest.mark.parametrize(("num_in_pass", "expected"), [(4, 3), (2, 2), (1, 1), (0, 0)])
+def test_reindexed_result_counts_its_nodes_in_the_pass(num_in_pass: int, expected: int) -> None:
     """Would catch: nodes of a member's draft that count as rejected although the combination left them out."""
-    result = VerificationResult([[0, 2]], [[5, 6, 9]], [2], verified=[verified])
+    result = VerificationResult([[0, 2]], [[5, 6, 9]], [2], num_in_pass=[num_in_pass])
     other = DraftTree.from_nodes([([8, 5, 6, 5], (-1, -1, 1, 2))])  # as `BRANCHED`, then a node that it lacks
-    assert reindexed_result(result, other, BRANCHED).verified == [expected]
-    assert reindexed_result(result, other).verified == []
+    assert reindexed_result(result, other, BRANCHED).num_in_pass == [expected]
+    assert reindexed_result(result, other).num_in_pass == []
 
 
 def test_padded_tree_has_the_same_nodes_and_more_columns() -> None:
