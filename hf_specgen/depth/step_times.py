@@ -1,4 +1,4 @@
-"""T(q) of a target on a CPU from the steps of its calls, so that measuring takes no pass.
+"""Estimates T(q), the seconds of a target's pass over q tokens per row, on a CPU, from decoding steps, without passes.
 
 The speed of a machine may change by a factor of two from one second to the next, with its clock rate or with other
 processes, so that the times of two sizes are not comparable as they are. The logarithm of a step's time is the sum of
@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import exp, inf, log, pi, sqrt
+from math import exp, log, pi, sqrt
 from statistics import NormalDist
 from typing import Any
 
@@ -35,7 +35,7 @@ from hf_specgen.depth.latency import CostCurve
 from hf_specgen.device_tree import Floats
 
 SIZES = (*range(1, 17), *range(24, 65, 8))
-"""Tokens per row that are told apart: trees of all sizes are verified, so that a large one rarely comes twice."""
+"""Tokens per row that are distinguished: trees of all sizes are verified, so that a large one rarely comes twice."""
 
 # Standard deviations of logarithms of seconds, before any step; half or twice of each gives nearly the same T(q).
 STEP_NOISE = 0.08  # of a step's time
@@ -47,12 +47,12 @@ GROWTH = 0.25
 DEGREES_OF_FREEDOM = 3.0  # of Student's t-distribution of the noise: few, as some steps are delayed
 
 SETTLED = 25
-"""Steps of a size after which it leaves T(q) as it is, so that decisions depend on the texts alone."""
+"""Steps of a size after which its further steps alone cause no update: decisions then depend on the texts alone."""
 STEPS_PER_UPDATE = 8
 """Steps by which T(q) is updated at once; fewer if an eighth of all is new, or a size has had two at most."""
 FIRST_STEPS = 8  # after which a second step has no draft, and another one whenever there are twice as many steps
 COMPUTE_BOUND_TOKENS = 64  # tokens of a pass from which on its time is assumed to grow in proportion
-MAX_SAVED = 10.0  # of logarithms in files: no pass takes 20,000 times as long as one token
+MAX_SAVED = 20.0  # of logarithms and their covariances in files
 SAVED = "latency"  # the kind of `saved_results`
 THREAD = "thread"
 """In the seconds of a step: the time of the thread in the pass of the target, which other processes do not prolong."""
@@ -99,24 +99,24 @@ class StepTimes:
         terms = [0] if size == 1 else [0, SIZES.index(size)]
         with_sum = covariance[terms].sum(axis=0)
         variance = with_sum[terms].sum()
-        surprise = log(seconds) - self.means[terms].sum()
+        innovation = log(seconds) - self.means[terms].sum()
         # A delayed step is noisier than others: Student's t-distribution, as a normal one with a variance of its own.
-        relative = surprise**2 / (variance + STEP_NOISE**2)
+        relative = innovation**2 / (variance + STEP_NOISE**2)
         noise = STEP_NOISE**2 * max(1.0, (DEGREES_OF_FREEDOM + relative) / (DEGREES_OF_FREEDOM + 1))
         counts = {**self.counts, size: self.counts.get(size, 0) + 1}
         times = StepTimes(self.means, covariance, counts, self.context, self.batch)
-        return times._given(surprise, with_sum, variance + noise)
+        return times._conditioned_on(innovation, with_sum, variance + noise)
 
-    def _given(self, surprise: float, with_sum: Floats, variance: float) -> StepTimes:
+    def _conditioned_on(self, innovation: float, with_sum: Floats, variance: float) -> StepTimes:
         """The distribution given the observation of a sum of terms.
 
         Args:
-            surprise: the observed value less the mean of the sum.
+            innovation: the observed value less the mean of the sum.
             with_sum: `[sizes]` the covariance of each entry with the sum.
             variance: of the observed value.
         """
         gain = with_sum / variance
-        means = self.means + gain * surprise
+        means = self.means + gain * innovation
         covariance = self.covariance - gain[:, None] * with_sum
         return StepTimes(means, covariance, self.counts, self.context, self.batch)
 
@@ -127,38 +127,27 @@ class StepTimes:
         return replace(self, covariance=covariance)
 
     def saved(self) -> dict[str, Any]:
-        """What `from_saved` reads: T(1), and of each other size its steps, and mean and deviation of its logarithm."""
-        deviations = np.sqrt(self.covariance.diagonal())
-        ratios = {
-            size: (count, self.means[SIZES.index(size)], deviations[SIZES.index(size)])
-            for size, count in self.counts.items()
-            if size > 1
-        }
-        first = {"plain_steps": self.counts[1], "seconds": exp(self.means[0])}
-        return {**first, "ratios": ratios, "context": self.context, "batch": self.batch}
+        """What `from_saved` reads."""
+        arrays = {"means": self.means.tolist(), "covariance": self.covariance.tolist()}
+        return {**arrays, "counts": self.counts, "context": self.context, "batch": self.batch}
 
     @classmethod
     def from_saved(cls, saved: Any) -> StepTimes | None:
         """The times of an earlier process; None if there are none that can be used."""
         try:
-            seconds = float(saved["seconds"])
-            if not 0 < seconds < inf:
+            means = np.array(saved["means"], dtype=float)
+            covariance = np.array(saved["covariance"], dtype=float)
+            counts = {int(size): int(count) for size, count in saved["counts"].items()}
+            times = cls(means, covariance, counts, int(saved["context"]), int(saved["batch"]))
+            has_shapes = means.shape == (len(SIZES),) and covariance.shape == 2 * (len(SIZES),)
+            is_bounded = np.abs(means).max() < MAX_SAVED and np.abs(covariance).max() < MAX_SAVED
+            has_steps = 1 in counts and counts.keys() <= set(SIZES) and min(counts.values()) > 0
+            # No sum of terms has a negative variance.
+            if not (has_shapes and is_bounded and has_steps and np.linalg.eigvalsh(covariance).min() > -1e-9):
                 return None
-            times = cls.of_plain_step(seconds, int(saved["context"]), int(saved["batch"]))
-            counts = {1: int(saved["plain_steps"])}
-            for text, (count, mean, deviation) in saved["ratios"].items():
-                size = int(text)
-                counts[size] = int(count)
-                if not (size > 1 and abs(mean) < MAX_SAVED and 0 < deviation < MAX_SAVED):
-                    return None
-                index = SIZES.index(size)
-                with_size = times.covariance[index]
-                times = times._given(mean - times.means[index], with_size, with_size[index] + deviation**2)
-            times = replace(times, counts=counts)
-            is_valid = min(counts.values()) > 0 and bool(times.curve)
-        except (TypeError, KeyError, ValueError, AttributeError, OverflowError):
+            return times if times.curve else None
+        except (TypeError, KeyError, ValueError, AttributeError, OverflowError, np.linalg.LinAlgError):
             return None
-        return times if is_valid else None
 
     @cached_property
     def curve(self) -> CostCurve:

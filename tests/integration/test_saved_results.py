@@ -6,6 +6,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -76,19 +77,24 @@ def test_latencies_of_an_earlier_process_are_used(tmp_path: Path) -> None:
     assert sizes and sizes[0] == 1
 
 
-SAVED = {"plain_steps": 3, "seconds": 1.0, "ratios": {"8": [3, 0.5, 0.1]}, "context": 8, "batch": 1}
+SAVED = StepTimes.of_plain_step(1.0, 8, 1).with_step(8, 1.5).with_step(8, 1.5).saved()
+INFINITE, NAN = float("inf"), float("nan")
+
+
+def _changed(name: str, value: Any) -> dict[str, Any]:
+    """`SAVED` with another first number in an array."""
+    array = np.array(SAVED[name])
+    array.flat[0] = value
+    return {**SAVED, name: array.tolist()}
 
 
 @pytest.mark.parametrize(
     "saved",
-    [None, [], {}, *({**SAVED, "seconds": value} for value in (0.0, -1.0, float("nan"), 1e999, "x", None)),
-     *({**SAVED, "context": value} for value in (float("inf"), 0)), {**SAVED, "plain_steps": 0},
-     {**SAVED, "ratios": [1]},
-     *({**SAVED, "ratios": {size: one}} for size, one in (
-         ("8", [3, 0.5]), ("8", [3, 1e308, 0.1]), ("8", [3, 0.5, 0.0]), ("8", [3, float("nan"), 0.1]),
-         ("8", [3, 0.5, 1e300]), ("8", [0, 0.5, 0.1]), ("1", [3, 0.5, 0.1]), ("17", [3, 0.5, 0.1]), ("8", ["x", 1, 1]),
-         ("x", [3, 0.5, 1]),
-     ))],
+    [None, [], {}, *({**SAVED, "context": value} for value in (INFINITE, 0, "x")),
+     *({**SAVED, "counts": value} for value in ([1], {}, {"8": 3}, {"1": 0}, {"1": 3, "17": 1}, {"1": 3, "x": 1})),
+     *({**SAVED, name: value} for name in ("means", "covariance") for value in (1.0, [], [[1.0]], ["x"], None)),
+     *(_changed(name, value) for name in ("means", "covariance") for value in (NAN, INFINITE, 1e300, -1e300)),
+     _changed("covariance", -0.1)],
 )  # fmt: skip
 def test_latencies_that_cannot_be_used_count_as_absent(saved: Any) -> None:
     """Would catch: an exception in `generate`, or a curve without T(1), because of a damaged file."""
