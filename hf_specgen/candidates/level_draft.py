@@ -50,7 +50,11 @@ class LevelDraft(Generic[T]):
         self._text = text
         if batch.verifies_chains_only:
             tree = None
-        self._sizer = tree_sizer(tree, batch, text.depths, drafter.single_pass_tokens, estimator, threshold > 0)
+        # In rejection sampling a node must not be left out because of its token, nor because of what follows it.
+        self._verifies_expanded = batch.wants_q or drafter.expanded_nodes_first
+        self._sizer = tree_sizer(
+            tree, batch, text.depths, drafter.single_pass_tokens, estimator, threshold > 0, self._verifies_expanded
+        )
         self._k = k
         self._threshold = threshold
         self._qs: list[torch.Tensor] = []  # q after the nodes of each pass, for rejection sampling
@@ -172,11 +176,9 @@ class LevelDraft(Generic[T]):
         """The nodes that are verified, with q for rejection sampling."""
         builder = self.builder
         nodes = self._sizer.num_verified(builder)
-        expanded_first = self._drafter.expanded_nodes_first
-        if self._batch.wants_q or expanded_first:
-            # In rejection sampling a node must not be left out because of its token, nor because of what follows it:
-            # all nodes that a pass has run on are verified.
-            draft, parents = builder.best_with_expanded(max(nodes, builder.num_expanded), expanded_first)
+        if self._verifies_expanded:  # all nodes that a pass has run on
+            nodes = max(nodes, builder.num_expanded)
+            draft, parents = builder.best_with_expanded(nodes, self._drafter.expanded_nodes_first)
             if self._batch.wants_q and draft.nodes:
                 q = torch.cat(self._qs, dim=1)  # [batch, 1 + expanded, vocab], by the expansion index of the parent
                 draft.q = q.gather(1, parents[..., None].expand(-1, -1, q.shape[-1]))

@@ -54,8 +54,9 @@ class TreeSizer(ABC):
 
     @abstractmethod
     def plan_without_sync(self, builder: TreeBuilder, k: int) -> ExpansionPlan | None:
-        """The passes after level 1, chosen without a host synchronization; None if `_plan_with_sync` has to choose.
+        """The passes after level 1, chosen without a host synchronization.
 
+        None if `_plan_with_sync` has to choose, or if no level may follow.
         It may be called before level 1 exists.
         """
 
@@ -143,6 +144,7 @@ class FastestTreeSizer(TreeSizer):
         num_active_rows: rows that have not ended, each of which emits a token, if these are more than those that draft.
         is_padded: whether the target's passes are padded to the width of a captured one.
         estimator: of the call; None: of no earlier draft.
+        verifies_expanded: whether all expanded nodes are verified, so that their number is limited too.
     """
 
     def __init__(
@@ -153,10 +155,12 @@ class FastestTreeSizer(TreeSizer):
         num_active_rows: int = 0,
         is_padded: bool = False,
         estimator: AcceptanceEstimator | None = None,
+        verifies_expanded: bool = False,
     ):
         super().__init__(MAX_NODES, MAX_CHILDREN)
         self._estimator = estimator or AcceptanceEstimator()
         self._levels = DraftLevels()
+        self._verifies_expanded = verifies_expanded
         self._rows = rows
         self._num_active_rows = max(rows, num_active_rows)
         self._draft_latency = latency.draft
@@ -193,7 +197,12 @@ class FastestTreeSizer(TreeSizer):
             return ExpansionPlan(1, width)
         # `width` only decides whether there is a plan: the plan has the largest width, so that few graphs are captured.
         passes = min(builder.levels_per_sync, k - builder.num_levels)
-        return ExpansionPlan(passes, min(len(self._pass_seconds), builder.children))
+        width = min(len(self._pass_seconds), builder.children)
+        if self._verifies_expanded:
+            remaining = self.max_nodes - builder.num_expanded
+            passes = min(passes, remaining)
+            width = min(width, remaining // passes)
+        return ExpansionPlan(passes, width)
 
     def record_passes(self, plan: ExpansionPlan) -> None:
         self._draft_seconds += plan.num_passes * float(self._pass_seconds[plan.expansion_width - 1])
@@ -202,8 +211,8 @@ class FastestTreeSizer(TreeSizer):
     def _fastest_width(self, snapshot: ProbabilitySnapshot, builder: TreeBuilder) -> int:
         """How many nodes of each row the next pass expands for the most expected tokens per second; 0 for no pass.
 
-        A width of n means the n most probable candidates of the last level. Side effect: the level is added to
-        `_levels`, for the estimator.
+        A width of n means the n most probable candidates of the last level. Side effect: if expanding any of them may
+        improve the tree, the level is added to `_levels`, for the estimator.
         """
         most = max(0, min(len(self._pass_seconds), self.max_nodes - builder.num_expanded))
         expansion_probability = snapshot.expansion_probability[:, :most]
@@ -311,6 +320,7 @@ def tree_sizer(
     single_pass_tokens: int = 0,
     estimator: AcceptanceEstimator | None = None,
     may_end_early: bool = False,
+    verifies_expanded: bool = False,
 ) -> TreeSizer:
     """What sizes the next trees of a batch, of rows with these maximum depths.
 
@@ -318,6 +328,7 @@ def tree_sizer(
         tree: maximum number of nodes; "auto" for the most tokens per second; None, or "auto" without latencies: chains.
         single_pass_tokens: see `Drafter.single_pass_tokens`.
         may_end_early: see `FixedTreeSizer`.
+        verifies_expanded: see `FastestTreeSizer`.
     """
     if isinstance(tree, int):
         return FixedTreeSizer(tree)
@@ -332,4 +343,4 @@ def tree_sizer(
         return FixedTreeSizer(children=1, may_end_early=may_end_early)
     if single_pass_tokens:  # the whole draft takes one pass, and each further level nothing
         step = step._replace(draft=DraftLatency(overhead=step.draft.draft_seconds([rows * single_pass_tokens])))
-    return FastestTreeSizer(step, rows, pass_rows, num_active_rows, pads_passes, estimator)
+    return FastestTreeSizer(step, rows, pass_rows, num_active_rows, pads_passes, estimator, verifies_expanded)

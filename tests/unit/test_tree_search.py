@@ -15,7 +15,7 @@ from hf_specgen.candidates.best_first import SearchLimits, best_first
 from hf_specgen.candidates.captured_levels import CandidateProposer
 from hf_specgen.candidates.one_pass import Ranked, best_combinations
 from hf_specgen.candidates.tree_builder import LEVELS_PER_SYNC, TreeBuilder
-from hf_specgen.candidates.tree_size import FastestTreeSizer, FixedTreeSizer, TreeSizer
+from hf_specgen.candidates.tree_size import MAX_NODES, FastestTreeSizer, FixedTreeSizer, TreeSizer
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.device_tree import DeviceTree, Frontier
 from hf_specgen.targets.cache import padded_tokens
@@ -310,6 +310,19 @@ def test_fastest_size_on_an_accelerator_reads_rarely(monkeypatch: Any, is_cpu: b
     sizer.num_verified(builder)
     assert len(passes) == 15 and len(read) == reads
     assert is_cpu or max(passes[: LEVELS_PER_SYNC - 1]) == 4, "all children, where nothing was read"
+
+
+@pytest.mark.parametrize(("is_cpu", "first"), [(True, 0.97), (False, 0.97), (False, 0.3)])
+def test_expanded_nodes_that_are_all_verified_fill_one_pass_at_most(
+    monkeypatch: Any, is_cpu: bool, first: float
+) -> None:
+    """Would catch: a pass of the target over more than 64 tokens, since four passes of the drafter follow a read."""
+    monkeypatch.setattr(torch.Tensor, "is_cpu", is_cpu)
+    builder = new_builder([32], 8)
+    sizer = FastestTreeSizer(curve(0.001, 0.0001).at(1, 100), verifies_expanded=True)
+    _grown(builder, sizer, [first, *[0.1 * (1 - first)] * 7])
+    assert builder.num_expanded <= MAX_NODES
+    assert is_cpu or first < 0.9 or builder.num_expanded > MAX_NODES - 8
 
 
 @pytest.mark.parametrize("draft_token", [0.02, 0.25, 0.5, 0.7])
