@@ -106,7 +106,10 @@ class Frontier:
         return self.tokens.device
 
     def structure(self) -> TreeStructure:
-        """Depths of the last token and all expanded nodes; ancestors of the new nodes, but of all nodes in a chain."""
+        """Depths of the last token and of all expanded nodes; ancestors of the new nodes.
+
+        In a chain the ancestors have all nodes as queries, of which callers take the last ones.
+        """
         if self.depths_of_nodes is None:
             return TreeStructure.of_chains(self.batch, self.nodes, self.device)
         return TreeStructure(self.depths_of_nodes.expand(self.batch, -1), self.ancestors.matrix)
@@ -150,7 +153,7 @@ class DeviceTree(DraftTree):
 
     Args:
         values: `[batch, PLANES, 1 + nodes]` of each row's last token, then of each node.
-        tokens: `[batch, 1 + nodes]` the plane `TOKEN` of the values as integers.
+        step_tokens: `[batch, 1 + nodes]` the plane `TOKEN` of the values as integers.
         structure: None for chains.
         keeps_placeholders: whether entries with path probability 0, expanded as padding and never accepted, keep their
             node index in rows that have a draft; the host reads their token as -1. Otherwise they are padding.
@@ -161,18 +164,18 @@ class DeviceTree(DraftTree):
     def __init__(
         self,
         values: torch.Tensor,
-        tokens: torch.Tensor,
+        step_tokens: torch.Tensor,
         structure: TreeStructure | None,
         keeps_placeholders: bool = False,
         host_values: Floats | None = None,
         selection: NodeSelection | None = None,
     ):
-        super().__init__(tokens[:, 1:], None)
+        super().__init__(step_tokens[:, 1:], None)
         self.is_chain = structure is None
         self.keeps_placeholders = keeps_placeholders
         self._structure = structure
         self._values = values
-        self._inputs = tokens
+        self._step_tokens = step_tokens
         self._selection = selection
         self._host_values = host_values
         self._host_tree: HostTree | None = None
@@ -195,7 +198,7 @@ class DeviceTree(DraftTree):
         return self._structure or TreeStructure.of_chains(self.batch, self.nodes, self.tokens.device)
 
     def step_tokens(self, pending: Sequence[int], device: torch.device) -> torch.Tensor:
-        return self._inputs.to(device)
+        return self._step_tokens.to(device)
 
     def token_lists(self) -> list[list[int]]:
         return self._on_host().tokens
@@ -214,7 +217,7 @@ class DeviceTree(DraftTree):
             return self
         index = torch.tensor(list(rows), device=self.tokens.device)
         structure = self._structure and TreeStructure(*(tensor[index] for tensor in self._structure))
-        return self._with(self._values[index], self._inputs[index], structure)
+        return self._with(self._values[index], self._step_tokens[index], structure)
 
     def padded(self, nodes: int) -> DeviceTree:
         extra = nodes - self.nodes
@@ -227,7 +230,7 @@ class DeviceTree(DraftTree):
         )
         values = pad(self._values, (0, extra), value=-2)  # as of nodes that were not expanded; the parent is no node
         values[:, LOG_PATH, -extra:].fill_(NO_NODE)
-        tokens = pad(self._inputs, (0, extra))
+        tokens = pad(self._step_tokens, (0, extra))
         return self._with(values, tokens, structure)
 
     def _with(self, values: torch.Tensor, tokens: torch.Tensor, structure: TreeStructure | None) -> DeviceTree:
@@ -278,8 +281,8 @@ def _padded_ancestors(ancestors: torch.Tensor, extra: int) -> torch.Tensor:
 class NodeSelection(NamedTuple):
     """The best nodes of a growing tree, most probable first: the first n nodes are the best tree of n nodes.
 
-    The host reads the values of each row's last token and of the nodes, see `DeviceTree`, and the logarithms of the
-    path probabilities of the last level, which is expanded next.
+    The host reads the values of each row's last token and of the nodes, see `DeviceTree`, and the expansion scores of
+    the last level, see `TreeBuilder`.
     """
 
     flat: torch.Tensor  # [batch, PLANES * width + last level]
@@ -287,13 +290,13 @@ class NodeSelection(NamedTuple):
     structure: TreeStructure | None  # None for chains
 
     @classmethod
-    def of(cls, tree: DeviceTree, last_level: torch.Tensor) -> NodeSelection:
-        """Of all nodes of a tree, and the log path probabilities of the last level."""
-        flat = torch.cat([tree._values.flatten(1), last_level], dim=1)
-        return cls(flat, tree._inputs, tree._structure)
+    def of(cls, tree: DeviceTree, expansion_scores: torch.Tensor) -> NodeSelection:
+        """Of all nodes of a tree, and the expansion scores of the last level."""
+        flat = torch.cat([tree._values.flatten(1), expansion_scores], dim=1)
+        return cls(flat, tree._step_tokens, tree._structure)
 
     def split(self, flat: Any) -> tuple[Any, Any]:
-        """Split `flat`, a tensor or its copy as an array: `[batch, PLANES, width]` values, and the last level."""
+        """Split `flat`, a tensor or an array: `[batch, PLANES, width]` values, and scores of the last level."""
         batch, width = self.tokens.shape
         size = PLANES * width
         return flat[:, :size].reshape(batch, PLANES, width), flat[:, size:]

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from hf_specgen.candidates.acceptance import confidence_by_rank, finite
 from hf_specgen.candidates.level_tensors import LevelTensors
-from hf_specgen.candidates.tree_builder import Constants, TreeBuilder
+from hf_specgen.candidates.tree_builder import ShapeConstants, TreeBuilder
 from hf_specgen.device_tree import NodeSelection
 from hf_specgen.targets.graphs import Capturable
 from hf_specgen.targets.masks import StepLayout
@@ -129,7 +129,7 @@ class CapturedLevels(Capturable[LevelInputs, CapturedLevelsOutput]):
     proposer: CandidateProposer
     level: Level
     # Of the tree after the passes, by the widths in the inputs; held here, so that they live as long as the graph.
-    constants: Constants = field(compare=False)
+    constants: ShapeConstants = field(compare=False)
 
     def __call__(self, module: nn.Module, inputs: LevelInputs, cache: Any) -> CapturedLevelsOutput:
         builder = TreeBuilder.from_level_tensors(
@@ -158,7 +158,9 @@ class CapturedLevels(Capturable[LevelInputs, CapturedLevelsOutput]):
             pass_inputs = DrafterInputs(frontier.tokens, layout, parent_states, inputs.offsets)
             logits, states, *_ = self.level(module, pass_inputs, cache)
             self._add(builder, logits, next(noise_by_pass))
-        return CapturedLevelsOutput(builder.packed_levels()[-1], builder.select_best(self.nodes), states, text_outputs)
+        return CapturedLevelsOutput(
+            builder.pack_levels()[-1], builder.padded_selection(self.nodes), states, text_outputs
+        )
 
     def _forward_text(self, module: nn.Module, text: NewText, inputs: LevelInputs, cache: Any) -> LevelOutput:
         """Run on new text; returns the values of each row's last token alone, `[batch, 1, …]`.
@@ -222,7 +224,7 @@ def add_captured_levels(
         text,
         builder.last_tokens,
         builder.max_depths_on_device,
-        builder.packed_levels(),
+        builder.pack_levels(),
         states,
         visible,
         capturable.offsets,

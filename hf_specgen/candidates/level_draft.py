@@ -29,8 +29,9 @@ from hf_specgen.tree import DraftTree
 class LevelDraft(Generic[T]):
     """The draft of one step while it is made.
 
-    `text` is the uncached input from the drafter; `k` the maximum depth of the strategy, which captured passes may
-    reach; a node is not expanded if its token's probability is below `threshold`; `estimator` is that of the call.
+    `uncached` is the text that the drafter has not processed yet; `k` the maximum depth of the strategy, which captured
+    passes may reach; a node is not expanded if its token's probability is below `threshold`; `estimator` is that of the
+    call.
     """
 
     builder: TreeBuilder  # the trees; set by `build`
@@ -39,7 +40,7 @@ class LevelDraft(Generic[T]):
         self,
         batch: DraftBatch,
         drafter: Drafter[T],
-        text: T,
+        uncached: T,
         k: int,
         tree: str | int | None,
         threshold: float,
@@ -47,13 +48,13 @@ class LevelDraft(Generic[T]):
     ):
         self._batch = batch
         self._drafter = drafter
-        self._text = text
+        self._uncached = uncached
         if batch.verifies_chains_only:
             tree = None
         # In rejection sampling a node must not be left out because of its token, nor because of what follows it.
         self._verifies_expanded = batch.wants_q or drafter.expanded_nodes_first
         self._sizer = tree_sizer(
-            tree, batch, text.depths, drafter.single_pass_tokens, estimator, threshold > 0, self._verifies_expanded
+            tree, batch, uncached.depths, drafter.single_pass_tokens, estimator, threshold > 0, self._verifies_expanded
         )
         self._k = k
         self._threshold = threshold
@@ -65,7 +66,7 @@ class LevelDraft(Generic[T]):
         """Make the drafter's passes; returns the nodes to verify, with q for rejection sampling."""
         self._first_level()
         # Captured functions may go beyond the deepest limit, so that there are few different ones.
-        k = self._k if self._can_capture else max(self._text.depths)
+        k = self._k if self._can_capture else max(self._uncached.depths)
         while (plan := self._sizer.next_plan(self.builder, k)) is not None:
             self._expand(plan)
             self._sizer.record_passes(plan)
@@ -74,17 +75,17 @@ class LevelDraft(Generic[T]):
 
     def _first_level(self) -> None:
         """Make the trees with level 1, the candidates after each row's last token; with more if that is captured."""
-        capturable = self._capturable_passes(self._text)
+        capturable = self._capturable_passes(self._uncached)
         if capturable is not None:  # the pass over the text can be captured, together with further levels
             self._can_capture = True
-            self._make_trees(capturable.device)
+            self._start_builder(capturable.device)
             if self._expand_first(capturable):
                 return
         # No graph: the pass over the text runs eagerly; later passes may still be captured.
-        logits = self._drafter.forward_text(self._text)[:, None]
+        logits = self._drafter.forward_text(self._uncached)[:, None]
         if capturable is None:
             self._can_capture = self._capturable_passes() is not None  # further levels alone
-            self._make_trees(logits.device, draft_vocab=logits.shape[-1])
+            self._start_builder(logits.device, draft_vocab=logits.shape[-1])
         self._add(logits)
 
     def _capturable_passes(self, text: T | None = None) -> CapturablePasses | None:
@@ -94,12 +95,12 @@ class LevelDraft(Generic[T]):
             return None
         return self._drafter.capturable_passes(text)
 
-    def _make_trees(self, device: torch.device, draft_vocab: int | None = None) -> None:
-        """Set `builder` (trees without nodes) and the proposer.
+    def _start_builder(self, device: torch.device, draft_vocab: int | None = None) -> None:
+        """Set `builder`, whose trees have only their roots yet, and the proposer.
 
         `draft_vocab` is the number of logits after a token, once a pass has given some.
         """
-        depths = self._text.depths
+        depths = self._uncached.depths
         tokens = [self._batch.state.last_token(row) for row in range(len(depths))]
         # In one transfer. CUDA stages a temporary tensor before `to` returns; elsewhere it could be freed too early.
         values = torch.tensor([tokens, list(depths)]).to(device, non_blocking=device.type == "cuda")[..., None]
@@ -156,7 +157,7 @@ class LevelDraft(Generic[T]):
     def _count_passes(self, plan: ExpansionPlan) -> None:
         """Count passes over nodes, unless deeper levels need no pass, see `Drafter.single_pass_tokens`."""
         if not self._drafter.single_pass_tokens:
-            self.tokens_per_pass += [self.builder.drafting_rows * plan.expansion_width] * plan.num_passes
+            self.tokens_per_pass += [self.builder.num_drafting_rows * plan.expansion_width] * plan.num_passes
 
     def _add(self, logits: torch.Tensor) -> None:
         """Add the most likely tokens after each node of a pass; `logits` are `[batch, nodes, draft vocab]`."""

@@ -23,7 +23,7 @@ class TreeLevel(NamedTuple):
 class Expansion(NamedTuple):
     """Nodes that were expanded in one pass, `[rows, width]`."""
 
-    log_paths: Tensor  # of padding so low that its children have probability 0
+    scores: Tensor  # expansion scores, see `TreeBuilder`; of padding so low that its children have probability 0
     indices: Tensor | None = None  # in their level; None in a chain
 
 
@@ -41,9 +41,9 @@ class LevelTensors(NamedTuple):
         cls, levels: Sequence[TreeLevel], expansions: Sequence[Expansion], scores: Tensor, ancestors: Tensor | None
     ) -> LevelTensors:
         """Pack levels; `scores` are the expansion scores, log path probabilities by which the last one is expanded."""
-        widths = tuple(expansion.log_paths.shape[1] for expansion in expansions)
+        widths = tuple(expansion.scores.shape[1] for expansion in expansions)
         log_paths = [level.log_paths for level in levels]
-        log_paths += [expansion.log_paths for expansion in expansions]
+        log_paths += [expansion.scores for expansion in expansions]
         integers = [level.tokens for level in levels]
         integers += [expansion.indices for expansion in expansions if expansion.indices is not None]
         return cls(widths, torch.cat([*log_paths, scores], dim=1), torch.cat(integers, dim=1), ancestors)

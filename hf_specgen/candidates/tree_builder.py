@@ -52,7 +52,7 @@ from hf_specgen.targets.cache import padded_tokens
 from hf_specgen.tree import TreeStructure, ancestors_of
 
 LEVELS_PER_SYNC = 4
-"""Levels that are drafted between two synchronizations with the host; 1 on a CPU."""
+"""Passes of the drafter between two synchronizations with the host; 1 on a CPU."""
 NOT_EXPANDABLE_PENALTY = 1e4
 """Subtracted from the expansion score of a candidate that must not be expanded: it is expanded only as padding."""
 UNEXPANDED = -2  # the expansion index of a candidate that was not expanded
@@ -89,7 +89,7 @@ class TreeBuilder:
         self.last_tokens = last_tokens
         self.num_levels = 0  # levels of candidates so far, which is also the depth of the last level
         self.num_expanded = 0  # how many nodes of each row are expanded so far
-        self.drafting_rows = sum(depth > 0 for depth in max_depths)
+        self.num_drafting_rows = sum(depth > 0 for depth in max_depths)
         self.levels_per_sync = 1 if last_tokens.is_cpu else LEVELS_PER_SYNC
         self.max_depths_on_device = depths_on_device
         if depths_on_device is None and len(set(max_depths)) > 1:  # if all are equal, no level exceeds any of them
@@ -103,7 +103,7 @@ class TreeBuilder:
         # The best nodes, if a captured function has made the last levels, and their values once the host has read them.
         self._selection: NodeSelection | None = None
         self._host_values: Floats | None = None
-        self._constants_of_end: Constants | None = None  # in a captured function, of the tree after all of its levels
+        self._constants_of_end: ShapeConstants | None = None  # after all levels of a captured function, if in one
 
     @property
     def device(self) -> torch.device:
@@ -131,7 +131,7 @@ class TreeBuilder:
         """
         log_paths = log_acceptance
         if self._expansions:
-            log_paths = log_paths + self._expansions[-1].log_paths[..., None]  # acceptance times that of the parent
+            log_paths = log_paths + self._expansions[-1].scores[..., None]  # acceptance times that of the parent
         log_paths = log_paths.flatten(1).nan_to_num(nan=NO_NODE, neginf=NO_NODE)
         if self.max_depths_on_device is not None:  # the children have the depth `num_levels + 1`
             log_paths = log_paths.masked_fill(self.max_depths_on_device <= self.num_levels, NO_NODE)
@@ -157,8 +157,8 @@ class TreeBuilder:
         if is_chain:
             self._expansions.append(Expansion(self._expansion_scores))
         else:
-            log_paths, index = self._expansion_scores.topk(width, dim=1)
-            self._expansions.append(Expansion(log_paths, index))
+            scores, index = self._expansion_scores.topk(width, dim=1)
+            self._expansions.append(Expansion(scores, index))
             tokens = tokens.gather(1, index)
             # In a level the groups are in the order of the frontier before this one, which at first is the root.
             parent_index = index // self.children if len(self._widths) > 1 else None
@@ -172,15 +172,15 @@ class TreeBuilder:
         return TreeStructure(depths, self._ancestors.matrix)
 
     @property
-    def constants(self) -> Constants:
+    def constants(self) -> ShapeConstants:
         """What depends on the shape of the tree alone."""
         return self._constants_of_end or self.constants_after(0, 0)
 
-    def constants_after(self, passes: int, width: int) -> Constants:
+    def constants_after(self, passes: int, width: int) -> ShapeConstants:
         """The constants of the tree after so many passes, each of which expands so many nodes."""
         return _constants(self.children, self._widths + (width,) * passes, self.device)
 
-    def packed_levels(self) -> tuple[LevelTensors, ...]:
+    def pack_levels(self) -> tuple[LevelTensors, ...]:
         """Pack the levels that are not packed yet into one more `LevelTensors`; returns those of all levels."""
         first = self._num_packed  # the index of the first level that is not packed
         if first < len(self._levels):
@@ -200,7 +200,7 @@ class TreeBuilder:
         children: int,
         last_tokens: Tensor,
         depths_on_device: Tensor | None,
-        final_constants: Constants,
+        final_constants: ShapeConstants,
     ) -> TreeBuilder:
         """Rebuild a tree in a captured function; the constants are those after all passes of the function."""
         builder = cls([0] * len(last_tokens), children, last_tokens, depths_on_device)  # host depths are not used
@@ -210,7 +210,7 @@ class TreeBuilder:
         return builder
 
     def add_packed(self, tensors: LevelTensors, selection: NodeSelection | None = None) -> None:
-        """Add levels that `packed_levels` of another builder has returned, as in a captured function.
+        """Add levels that `pack_levels` of another builder has returned, as in a captured function.
 
         Args:
             tensors: the levels after the present ones.
@@ -231,7 +231,7 @@ class TreeBuilder:
         self._level_tensors.append(tensors)  # these levels are packed already
         self._num_packed = len(self._levels)
 
-    def select_best(self, nodes: int) -> NodeSelection:
+    def padded_selection(self, nodes: int) -> NodeSelection:
         """Select the best nodes, at most so many, padded to the width of a captured pass; with the expansion scores."""
         tree = self.best(nodes)
         return NodeSelection.of(tree.padded(padded_tokens(1 + tree.nodes) - 1), self._expansion_scores)
@@ -256,7 +256,7 @@ class TreeBuilder:
         return ProbabilitySnapshot(self.num_levels, _descending(log_paths), _descending(scores))
 
     def best(self, nodes: int) -> DeviceTree:
-        """The most probable trees of at most `nodes` nodes, in descending order of their path probability."""
+        """The most probable tree of each row, of at most `nodes` nodes in descending order of path probability."""
         nodes = min(nodes, self.num_candidates)
         if self._selection is not None:
             return self._selection.first(nodes, self._host_values)
@@ -337,7 +337,7 @@ class TreeBuilder:
         return torch.cat([*tokens, indices, depths_and_parents, *log_paths], dim=1).view(rows, PLANES, -1)
 
 
-class Constants(NamedTuple):
+class ShapeConstants(NamedTuple):
     """Tensors that depend on the tree's shape alone. An *entry* is a candidate of any group, or padding of group 0."""
 
     depths: Tensor  # [1 + expanded] of each row's last token and of the expanded nodes
@@ -350,7 +350,7 @@ class Constants(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> Constants:
+def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> ShapeConstants:
     """The constants of a tree whose levels were expanded by these widths."""
     depths = [0]
     level_starts = [0]
@@ -368,7 +368,7 @@ def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> 
     parent_of_candidate = [group - 1 for group in range(groups) for _ in range(children)]
     root_log_paths = [0.0] + [-inf] * (children - 1)  # the others in group 0 are never chosen before a candidate
     tensor = partial(torch.tensor, device=device)
-    return Constants(
+    return ShapeConstants(
         depths=tensor(depths),
         level_starts=tensor(level_starts),
         expansion_indices=tensor(range(size)),
