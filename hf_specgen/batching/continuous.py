@@ -151,7 +151,7 @@ def _reasons(settings: Settings, model: Any, config: Any, processors: Sequence[A
     if not isinstance(settings.verifier, CoupledVerifier):
         yield "continuous batching verifies exactly; leave verification= out"
     if settings.monitor is not None or settings.prediction is not None or settings.compile == "graphs":
-        yield 'continuous batching takes no monitor=, prediction= and compile="graphs"; leave them out'
+        yield 'continuous batching does not support monitor=, prediction= or compile="graphs"; leave them out'
     requirements = settings.candidates.target_requirements(model)
     if requirements.exit_layer is not None or requirements.reads_cache:
         yield (

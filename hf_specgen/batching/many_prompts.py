@@ -30,7 +30,7 @@ from hf_specgen import compat
 from hf_specgen.batching.shared_steps import SharedSteps, cut_to_fastest_size
 from hf_specgen.call_statistics import Statistics, StepRecord
 from hf_specgen.decoding import DecodingLoop
-from hf_specgen.generate import Speculation, report
+from hf_specgen.generate import Speculation, report, setting_of
 from hf_specgen.settings import Settings, settings_in
 from hf_specgen.targets.fingerprint import computation
 from hf_specgen.targets.row_target import RowTarget
@@ -111,7 +111,8 @@ def generate_many(
     _check_seed(seed, prompts)
     settings = _checked_settings(candidate_generator, arguments)
     if seed is None:
-        seed = int(torch.randint(2**31, ()))
+        # Greedy calls leave the global generator as it is, like plain `generate`.
+        seed = int(torch.randint(2**31, ())) if setting_of(model, arguments, "do_sample") else 0
     batch = _Batch(model, settings)
     calls = _prefilled(model, prompts, batch.shared.settings, seed, streamer, arguments)
     completions = batch.run(calls, max_rows)
@@ -139,14 +140,18 @@ def _checked_settings(candidate_generator: Any, arguments: dict[str, Any]) -> Se
 
 
 def _in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
-    """The completions in the order of the prompts."""
+    """The completions in the order of the prompts; all that are complete are yielded before an error is raised."""
     waiting: dict[int, Completion] = {}
     following = 0
-    for completion in completions:
-        waiting[completion.index] = completion
-        while following in waiting:
-            yield waiting.pop(following)
-            following += 1
+    try:
+        for completion in completions:
+            waiting[completion.index] = completion
+            while following in waiting:
+                yield waiting.pop(following)
+                following += 1
+    except Exception:
+        yield from (waiting[index] for index in sorted(waiting))
+        raise
 
 
 class _PromptCall(Speculation):
@@ -253,7 +258,8 @@ class _Batch:
         self._calls: list[_PromptCall] = []  # that have not ended, the latest one last
         self._rows: list[_PromptCall] = []  # by row of the common target, calls that ended in the last step included
         self._target: RowTarget
-        # By index of the prompt, the last one as `inf`: the first is raised once the prompts in work are answered.
+        # By prompt index; `inf` for an error while the next prompt was read or prefilled. The error with the lowest
+        # index is raised once all calls in progress are complete.
         self._failures: dict[float, Exception] = {}
 
     def run(self, calls: Iterator[_PromptCall], max_rows: int) -> Iterator[Completion]:
@@ -367,13 +373,14 @@ class _Batch:
         """Record the step for the statistics of all prompts, and count the loss of its drafts by the latency."""
         records = [loop.statistics.batch_steps[-1] for loop in loops]
         passes = self.shared.passes_of(loops)
+        rows = len(self._rows)  # of the pass, those of calls that have failed in this step included
         context = max(record.context for record in records)
         requested = [record.requested[0] for record in records]
         outcomes = [record.rows[0] for record in records]
-        self.statistics.batch_steps.append(StepRecord(requested, outcomes, tokens_per_row, {}, passes, context))
+        self.statistics.batch_steps.append(StepRecord(requested, outcomes, tokens_per_row, {}, passes, context, rows))
         if (latency := self.shared.latency) is not None:
             emitted = sum(outcome.emitted for outcome in outcomes if outcome is not None)
-            self.shared.count_loss(latency.target.seconds_of(len(loops) * tokens_per_row), emitted, passes)
+            self.shared.count_loss(latency.target.seconds_of(rows * tokens_per_row), emitted, passes)
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:

@@ -73,6 +73,10 @@ class PackedTarget:
             "a draft token has states that are not finite; leave candidate_generator= out of generate_batch()"
         )
 
+    def restart_prefill(self) -> None:
+        """Discard the hidden states of a prefill that was not completed: all chunks of the prompt come again."""
+        self._prompt_states = []
+
     def receive(self, states: Sequence[torch.Tensor], num_logits: int) -> None:
         """Receive the hidden states `[1, tokens, hidden]` of the request's tokens in a packed step, by captured layer.
 
@@ -145,7 +149,7 @@ class Request:
     """
 
     def __init__(self, state: Any, context: RequestContext):
-        self._scheduled = state
+        self._request_state = state
         prompt = transformers_batching.prompt_length(state)
         tokens = state.initial_tokens + state.generated_tokens
         # The maximum length of the whole text, also after an eviction: `initial_tokens` then includes the generated
@@ -186,16 +190,18 @@ class Request:
         """The generated tokens."""
         return self.steps.state.generated[0]
 
-    def continues_as(self, state: Any) -> bool:
-        """Whether a scheduled `RequestState` is this request, rather than another one with the same `request_id`.
+    def resume_as(self, state: Any) -> bool:
+        """Continue with a new `RequestState` of this request; False if it is another request with this `request_id`.
 
         A request that is evicted from the cache gets a new `RequestState`, whose prompt includes the generated tokens.
+        If that happens in its prefill, the prefill starts again.
         """
-        if state is not self._scheduled:
+        if state is not self._request_state:
             text = self.steps.state.prompts[0] + self.generated
             if not transformers_batching.was_evicted(state) or state.initial_tokens != text:
                 return False
-            self._scheduled = state
+            self._request_state = state
+            self.target.restart_prefill()
         return True
 
     def verify(self, scores: torch.Tensor) -> list[int]:

@@ -58,10 +58,10 @@ Moves = dict[str, tuple[list[int], list[int]]]
 class PackedSteps:
     """Adds drafts to the packed steps of one batch processor, and verifies them; called by its thread alone.
 
-    `processor` and `manager` are Transformers' `ContinuousBatchProcessor` and `ContinuousBatchingManager`; `finished`
-    receives the counters of every request that has ended. Request ``req_<i>`` is sampled as
-    `torch.manual_seed(seed + i)` and `generate` would sample it alone. `refused` receives why the strategy refuses
-    requests, which then fail; if it is None, they are answered without drafts.
+    `processor` and `manager` are Transformers' `ContinuousBatchProcessor` and `ContinuousBatchingManager`.
+    `report_finished` receives the counters of every request that has ended. Request ``req_<i>`` is sampled as
+    `torch.manual_seed(seed + i)` and `generate` would sample it alone. `refusal_reasons` receives why the
+    strategy refuses requests, which then fail; if it is None, they are answered without drafts.
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class PackedSteps:
         processor: Any,
         manager: Any,
         settings: Settings,
-        finished: Callable[[Statistics], None],
-        refused: list[str] | None = None,
+        report_finished: Callable[[Statistics], None],
+        refusal_reasons: list[str] | None = None,
     ):
-        self._refused = refused
+        self._refusal_reasons = refusal_reasons
         self._model = manager.model
         self._shared = SharedSteps(settings)
         aux_layers = settings.candidates.target_requirements(self._model).aux_hidden_state_layers
         self._hook_points = hook_points(self._model, aux_layers)
         self._processor = processor
         self._cache = processor.cache
-        self._finished = finished
+        self._report_finished = report_finished
         self._allocators: dict[str, Any] = processor.cache.cache_allocators
         # The slots of a sliding window are a ring buffer: a rejected token may overwrite one that is still needed. So
         # drafts end where the text fills the smallest window.
@@ -98,7 +98,7 @@ class PackedSteps:
         self._requests: dict[str, Request] = {}
         self._warned_reasons = set[str]()  # why requests are decoded without drafts, without the numbers
         # Of the present step:
-        self._step: list[tuple[Any, Request]] = []  # the requests in it, each after its `FutureRequestState`
+        self._scheduled: list[tuple[Any, Request]] = []  # the requests in it, each after its `FutureRequestState`
         self._num_decoding = 0  # requests that decode; the others are in their prefill
         self._drafted = 0  # draft tokens
         self._step_seconds: Floats | None = None  # predicted, with 0, 1, 2, … draft tokens
@@ -109,30 +109,30 @@ class PackedSteps:
     @torch.no_grad()
     def check(self, state: Any) -> None:
         """Raise a `ValueError` if the strategy refuses a request, a `RequestState`, that then has to fail."""
-        if self._refused is None:
+        if self._refusal_reasons is None:
             return
         reason = self._request_of(state).refusal
         if reason:
             self._requests.pop(state.request_id).end()
-            self._refused.append(reason)
+            self._refusal_reasons.append(reason)
             raise ValueError(reason)
 
     @torch.no_grad()  # Transformers' thread has autograd on, but for the forward passes of the target
     def add_drafts(self, scheduled: Sequence[Any], tokens: int, token_budget: int) -> int:
         """Add draft tokens to the requests of a scheduled step, Transformers' `FutureRequestState`; returns how many.
 
-        The step has so many tokens so far, and at most `token_budget`.
+        The step has `tokens` tokens so far, and may have `token_budget`.
         """
         self._update_requests(scheduled)
         most = max(0, token_budget - tokens) if self._num_decoding else 0  # draft tokens
-        self._shared.begin([request.steps for _, request in self._step], self._num_decoding)
+        self._shared.begin([request.steps for _, request in self._scheduled], self._num_decoding)
         self._step_seconds = self._predicted_seconds(tokens, token_budget)
         self._draft(most)
         counts = self._verified_counts(most)
         self._drafted = 0
-        for index, (future, request) in enumerate(self._step):
+        for index, (future, request) in enumerate(self._scheduled):
             count = max(0, min(counts[index], self._max_length - 1 - future.state.position_offset))
-            has_slots = count > 0 and self._has_slots(future.state, 1 + count)
+            has_slots = count > 0 and self._allocate_slots(future.state, 1 + count)
             request.tree = request.tree.first_nodes(count if has_slots else 0)
             future.state.tokens_to_process = future.state.tokens_to_process + request.tree.token_lists()[0]
             future.query_length += request.tree.nodes
@@ -151,23 +151,23 @@ class PackedSteps:
         return predicted
 
     def _update_requests(self, scheduled: Sequence[Any]) -> None:
-        """End cancelled requests, begin new ones, and set `_step` and `_num_decoding`."""
+        """End cancelled requests, begin new ones, and set `_scheduled` and `_num_decoding`."""
         for name in filter(self._processor.scheduler.request_is_cancelled, list(self._requests)):
-            self._finished(self._requests.pop(name).end())
-        self._step = [(future, self._request_of(future.state)) for future in scheduled]
+            self._report_finished(self._requests.pop(name).end())
+        self._scheduled = [(future, self._request_of(future.state)) for future in scheduled]
         # Those with a token whose keys and values are not in the cache yet: not those in a prefill, first or repeated.
         self._num_decoding = sum(bool(future.has_new_token and future.state.generated_tokens) for future in scheduled)
 
     def _request_of(self, state: Any) -> Request:
         """The request of a scheduled `RequestState`, begun if it is new."""
         request = self._requests.get(state.request_id)
-        if request is not None and not request.continues_as(state):
+        if request is not None and not request.resume_as(state):
             # It was cancelled while no request was scheduled, and its `request_id` was then used again.
-            self._finished(self._requests.pop(state.request_id).end())
+            self._report_finished(self._requests.pop(state.request_id).end())
             request = None
         if request is None:
             request = self._requests[state.request_id] = Request(state, self._request_context)
-            if request.refusal and self._refused is None:
+            if request.refusal and self._refusal_reasons is None:
                 _warn_of_refusal(self._warned_reasons, request.refusal)
         return request
 
@@ -176,7 +176,7 @@ class PackedSteps:
         may_be_faster = (
             self._step_seconds is None or fastest_count([1.0] * most, self._num_decoding, self._step_seconds) > 0
         )
-        planned = [(future, request) for future, request in self._step if future.has_new_token and request.generated]
+        planned = [(future, one) for future, one in self._scheduled if future.has_new_token and one.generated]
         may_draft = [may_be_faster and self._may_draft(future.state, request) for future, request in planned]
         trees = self._shared.draft([request.steps for _, request in planned], may_draft)
         for (_, request), tree in zip(planned, trees, strict=True):
@@ -195,7 +195,7 @@ class PackedSteps:
     def _verified_counts(self, most: int) -> Counter[int]:
         """How many draft tokens of each request are verified: the most probable ones of all requests together."""
         gains_of_requests = list[tuple[float, int]]()
-        for index, (_, request) in enumerate(self._step):
+        for index, (_, request) in enumerate(self._scheduled):
             nodes = len(request.tree.parents[0])
             # Without estimates all nodes count as certain.
             probability = request.tree.probability[0][:nodes] if request.tree.probability else [1.0] * nodes
@@ -207,8 +207,8 @@ class PackedSteps:
             count = fastest_count([gain for gain, _ in ranked], self._num_decoding, self._step_seconds[: 1 + count])
         return Counter(index for _, index in ranked[:count])
 
-    def _has_slots(self, state: Any, tokens: int) -> bool:
-        """Allocate slots for a request's tokens in the step; returns whether it has them.
+    def _allocate_slots(self, state: Any, tokens: int) -> bool:
+        """Allocate slots for a request's tokens in the step; returns whether they could be allocated.
 
         No new block is allocated for drafts while there are fewer free ones than active requests, which may need them.
         """
@@ -239,7 +239,7 @@ class PackedSteps:
         # Where the tokens of the request end in the step, and by layer type where its keys end in the mask.
         end = 0
         key_ends = dict.fromkeys(masks, 0)
-        for future, request in self._step:
+        for future, request in self._scheduled:
             cached = future.state.position_offset - future.query_length
             end += future.query_length
             for layer_type in masks:
@@ -281,16 +281,17 @@ class PackedSteps:
         Transformers appends the last one, as in a step without drafts.
         """
         measured_seconds = perf_counter() - self._began
-        num_logits = [1 + request.tree.nodes if future.has_new_token else 0 for future, request in self._step]
+        num_logits = [1 + request.tree.nodes if future.has_new_token else 0 for future, request in self._scheduled]
         self._distribute_states(num_logits)
         last_tokens = list[int]()
         last_logprobs = list[float]()
         accepted = 0
         moves: Moves = {layer_type: ([], []) for layer_type in self._allocators}
-        for (future, request), scores in zip(self._step, self._scores.split(num_logits), strict=True):
+        for (future, request), scores in zip(self._scheduled, self._scores.split(num_logits), strict=True):
             if not future.has_new_token:
                 continue
-            if self._num_decoding == len(self._step):  # a step with prompts would be no measurement of a decoding step
+            # A step with prompts would be no measurement of a decoding step.
+            if self._num_decoding == len(self._scheduled):
                 request.steps.timer.add("forward", measured_seconds)
             tokens = request.verify(scores)
             # All of them but the last one, which Transformers appends.
@@ -304,10 +305,11 @@ class PackedSteps:
             accepted += len(tokens) - 1
             self._roll_back(future, request, len(tokens), moves)
             if request.steps.state.has_ended(0):
-                self._finished(self._requests.pop(future.state.request_id).end())
+                self._report_finished(self._requests.pop(future.state.request_id).end())
         if self._step_seconds is not None:
             predicted_seconds = self._step_seconds[self._drafted]
-            passes = self._shared.passes_of([request.steps for future, request in self._step if future.has_new_token])
+            with_token = [request.steps for future, request in self._scheduled if future.has_new_token]
+            passes = self._shared.passes_of(with_token)
             self._shared.count_loss(predicted_seconds, self._num_decoding + accepted, passes)
         transformers_batching.move_slots(self._cache, moves)
         return last_tokens, last_logprobs if self._processor.return_logprobs else None
@@ -317,12 +319,12 @@ class PackedSteps:
 
         Layer -1, the input of the output matrix, has states of the tokens with logits alone, `num_logits` by request.
         """
-        tokens = [future.query_length for future, _ in self._step]
+        tokens = [future.query_length for future, _ in self._scheduled]
         by_layer = []  # the states of each request
         for states in self._states:
             has_all_tokens = states.shape[1] == sum(tokens)
             by_layer.append(states.split(tokens if has_all_tokens else num_logits, dim=1))
-        for index, (_, request) in enumerate(self._step):
+        for index, (_, request) in enumerate(self._scheduled):
             request.target.receive([of_requests[index] for of_requests in by_layer], num_logits[index])
         self._states = []
 
@@ -353,7 +355,7 @@ class PackedSteps:
         """End the requests that were not finished, and the shared draft sessions."""
         while self._requests:
             _, request = self._requests.popitem()
-            self._finished(request.end())
+            self._report_finished(request.end())
         self._shared.close()
 
 

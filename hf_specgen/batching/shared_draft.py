@@ -145,7 +145,7 @@ class SharedDraft:
             paths = [result.paths[0] for result in results]
             tokens = [result.tokens[0] for result in results]
             accepted = [result.accepted[0] for result in results]
-            # Where a draft was changed before the pass, it is not known how many of its nodes that had: then all count.
+            # Where it is unknown how many nodes of a draft the pass had, all count.
             drafted = [len(row.tree.parents[0]) for row in self.rows]
             num_in_pass = [sum(result.num_in_pass or [nodes]) for result, nodes in zip(results, drafted, strict=True)]
             self._session.observe(VerificationResult(paths, tokens, accepted, num_in_pass=num_in_pass))
@@ -293,7 +293,7 @@ class SharedTargets:
 
 
 class SharedSampling:
-    """The `DraftSampling` of several calls, as of `SharedTargets`: a row is sampled with the noise of its call."""
+    """The `DraftSampling` of the same rows as `SharedTargets`: each is sampled with the noise of its call."""
 
     expected = ()  # unknown
 

@@ -3,7 +3,7 @@
 Each prompt or request has the `DecodingSteps` of a call of its own with one row, so that its tokens do not depend on
 the others. A shared step of the calls A, B and C:
 
-    SharedSteps.begin      the latency of a step of so many rows
+    SharedSteps.begin      the latency of a step with the rows that decode
     SharedSteps.draft      A, B, C plan how deep they draft
                            drafters with a forward pass draft for A, B and C in the same passes
                            A, B, C take their drafts

@@ -23,7 +23,7 @@ from hf_specgen.compat import attention_implementation
 
 
 def on_batch_processor(manager: Any, make_steps: Callable[[Any, Any], Any]) -> None:
-    """Let a continuous-batching manager hook `make_steps(manager, processor)` into each processor that it makes.
+    """Hook the steps that `make_steps(manager, processor)` returns into each processor that a manager makes.
 
     A manager that is used again has only the hooks of its last use.
     Symbol: `ContinuousBatchingManager._create_batch_processor`.
@@ -183,8 +183,8 @@ def unpaged_attention(model: Any) -> Iterator[None]:
     if plain == paged:
         yield
         return
-    model.set_attn_implementation(plain)
     try:
+        model.set_attn_implementation(plain)
         yield
     finally:
         model.set_attn_implementation(paged)

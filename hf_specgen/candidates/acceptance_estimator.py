@@ -116,11 +116,14 @@ class AcceptanceEstimator:
         self._expected_tokens = 2 + FORGETTING * (self._expected_tokens - 2) + expected
 
     def record_levels(self, draft: DraftLevels) -> None:
-        """Record the levels of a draft."""
+        """Record the levels of a draft; without levels, earlier drafts keep their weight."""
+        rows = [row for row in draft.rows() if row[0]]
+        if not rows:
+            return
         self._counts *= FORGETTING
         self._sums *= FORGETTING
         self._sums_of_all *= FORGETTING
-        for expanded, of_all in draft.rows():
+        for expanded, of_all in rows:
             states = [START, *_states(expanded)]
             np.add.at(self._counts, (states[:-1], states[1:]), 1.0)
             np.add.at(self._sums, (states[:-1], states[1:]), expanded)

@@ -112,6 +112,7 @@ class WrappedSession(DraftSession):
         self._session = session
         self._change = change
         self._own_draft = DraftTree.empty(session.batch.state.batch)
+        self._changed_draft = self._own_draft
         self.top_tokens = session.top_tokens
 
     def plan(self, max_depths: Sequence[int]) -> None:
@@ -121,10 +122,11 @@ class WrappedSession(DraftSession):
         name = self.batch.call.drafting.name
         self._own_draft = checked_draft(self._session.draft(max_depths), name, self.batch.state.batch)
         self.tokens_per_pass = self._session.tokens_per_pass
-        return self._change(self._own_draft, max_depths)
+        self._changed_draft = self._change(self._own_draft, max_depths)
+        return self._changed_draft
 
     def observe(self, result: VerificationResult) -> None:
-        self._session.observe(reindexed_result(result, self._own_draft))
+        self._session.observe(reindexed_result(result, self._own_draft, self._changed_draft))
         self.separate_loss = self._session.separate_loss
 
     def end(self) -> None:
@@ -316,7 +318,7 @@ def source_of(name_or_path: str | Path, settings: dict[str, Any]) -> Source:
 
 
 def checked_draft(draft: object, name: str, rows: int, vocabulary: int = UNLIMITED) -> DraftTree:
-    """The draft of the strategy `name` for so many rows; `ValueError` if the target cannot verify it.
+    """The draft of the strategy `name` for `rows` rows; `ValueError` if the target cannot verify it.
 
     On an accelerator, a token outside of the vocabulary would end the process.
     """

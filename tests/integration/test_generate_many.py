@@ -392,6 +392,57 @@ def test_error_in_a_step_of_a_prompt_loses_no_other_row(kind: str, max_rows: int
     assert all(tokens == expected[index] for index, tokens in answers.items())
 
 
+def test_answers_after_a_failed_prompt_come_before_its_error() -> None:
+    """Would catch: answers that wait for their turn behind the prompt that failed, and are lost."""
+    model, prompts, answered = tiny_model("llama"), some_prompts(4), list[int]()
+    arguments = {**GREEDY, "eos_token_id": None, "streamer": lambda index: Failing(3 if index == 1 else None)}
+    with pytest.raises(RuntimeError, match=r"^prompt 1: a failing step$"):
+        for completion in generate_many(model, prompts, NgramCandidates(), max_rows=4, ordered=True, **arguments):
+            answered.append(completion.index)
+    assert answered == [0, 2, 3]
+
+
+class RecordingCurve(CostCurve):
+    """Records for how many tokens it is asked."""
+
+    queried = list[float]()
+
+    def seconds_of(self, tokens: float) -> float:
+        self.queried.append(tokens)
+        return super().seconds_of(tokens)
+
+
+class TwoTokens(Policy):
+    """Drafts two tokens, with the latencies of a `RecordingCurve`."""
+
+    def start(self, call: Call) -> PolicySession:
+        session = FixedDepth(2).start(call)
+        session.latency = LatencyModel.from_curves(RecordingCurve((1, 64), (1.0, 9.0), context=64, batch=4))
+        return session
+
+
+def test_step_in_which_a_prompt_fails_takes_the_time_of_all_rows() -> None:
+    """Would catch: the seconds of a pass over the rows that remain, although it had the row that failed too."""
+    model, prompts, strategy = tiny_model("llama"), some_prompts(4), RepeatedTokens()
+    RecordingCurve.queried.clear()
+    arguments = {**GREEDY, "eos_token_id": None, "streamer": lambda index: Failing(4 if index == 1 else None)}
+    with pytest.raises(RuntimeError, match="prompt 1: a failing step"):
+        list(generate_many(model, prompts, strategy, max_rows=4, policy=TwoTokens(), **arguments))
+    steps = strategy.speculation.batch_steps
+    assert any(step.batch == 3 and step.pass_rows == 4 for step in steps)
+    # Each step needs the seconds of its pass, and those of a plain step.
+    assert RecordingCurve.queried[0::2] == [step.pass_rows * step.tokens_per_row for step in steps]
+    assert RecordingCurve.queried[1::2] == [step.pass_rows for step in steps]
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_random_generator_is_used_by_sampled_prompts_alone(do_sample: bool) -> None:
+    """Would catch: greedy calls that change what the program samples afterwards; one seed for all sampled calls."""
+    model, before = tiny_model("llama"), torch.get_rng_state()
+    list(generate_many(model, some_prompts(2), NgramCandidates(), do_sample=do_sample, max_new_tokens=3))
+    assert torch.equal(torch.get_rng_state(), before) is not do_sample
+
+
 def test_prompt_of_an_iterator_without_a_seed_is_named_after_the_others_are_answered() -> None:
     """Would catch: an IndexError, whose message says nothing, or answers that are lost by it."""
     model, answered = tiny_model("llama"), []
@@ -443,12 +494,14 @@ class RecordedOutcomes(RepeatedTokens):
 
     adaptive_tree = True  # so that drafts have two tokens where one would be faster
 
-    def __init__(self) -> None:
+    def __init__(self, is_shared: bool) -> None:
         super().__init__()
+        self._is_shared = is_shared
         self.outcomes: list[tuple[list[int], list[int], list[int]]] = []  # drafted, verified, accepted of each row
 
     def start(self, batch: DraftBatch) -> DraftSession:
         session: Any = super().start(batch)
+        session.rows_can_change = self._is_shared
         drafted = list[int]()
 
         def draft(max_depths: Sequence[int]) -> DraftTree:
@@ -463,11 +516,12 @@ class RecordedOutcomes(RepeatedTokens):
         return session
 
 
-def test_shared_drafter_observes_how_many_nodes_the_common_cut_has_left() -> None:
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_drafter_observes_how_many_nodes_the_common_cut_has_left(is_shared: bool) -> None:
     """Would catch: nodes that were cut off before verification, which the drafter counts as rejected."""
     model, prompts = tiny_model("llama"), some_prompts(4)
     latency = LatencyModel.from_curves(CostCurve((1, 2, 3), (1.0, 1.1, 2.0), context=64, batch=4))
-    strategy = RecordedOutcomes()
+    strategy = RecordedOutcomes(is_shared)
     assert many(model, prompts, strategy, policy=AdaptiveDepth(latency), **GREEDY) == alone(model, prompts, **GREEDY)
     assert any(2 in drafted for drafted, _, _ in strategy.outcomes), "the drafts would be cut"
     assert any(0 in drafted for drafted, _, _ in strategy.outcomes)

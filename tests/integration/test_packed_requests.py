@@ -14,11 +14,18 @@ from transformers.generation.continuous_batching.requests import RequestState
 
 import hf_specgen
 from hf_specgen import AdaptiveDepth, DraftModelCandidates, NgramCandidates
-from hf_specgen.batching.transformers_batching import packed_processors, processors_of_request, request_number
+from hf_specgen.batching.packed_request import Request, RequestContext
+from hf_specgen.batching.transformers_batching import (
+    packed_processors,
+    processors_of_request,
+    request_number,
+    unpaged_attention,
+)
 from hf_specgen.candidates.base import DraftSession
-from hf_specgen.compat import logits_processors
+from hf_specgen.compat import attention_implementation, logits_processors
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.evaluation.workloads import domain_prompts
+from hf_specgen.settings import Settings
 from tests.helpers import fresh_model, tiny_model
 from tests.helpers.batching import SMALL, config, requests, run
 from tests.helpers.calls import with_sessions
@@ -63,6 +70,42 @@ def test_request_id_of_a_cancelled_request_is_used_again() -> None:
     assert result is not None and result.error is None
     assert result.generated_tokens == ids[0, len(second) :].tolist()
     assert hf_specgen.statistics(model).calls == 2
+
+
+def test_prefill_that_starts_again_has_the_states_of_its_last_attempt() -> None:
+    """Would catch: states of the chunks before an eviction, which a drafter takes for those of the first tokens."""
+    model, prompt = tiny_model("llama"), list(range(1, 7))
+    settings = Settings.parse(NgramCandidates())
+    context = RequestContext(model, config(), settings, 0, [0], 99, [], verifies_chains_only=False)
+    state = RequestState(request_id="a", initial_tokens=prompt, max_new_tokens=4)
+    request = Request(state, context)
+    request.target.receive([torch.zeros(1, 4, 8)], 0)
+    assert request.resume_as(state.create_equivalent_initial_request())
+    for chunk, num_logits in ((torch.ones(1, 3, 8), 0), (torch.ones(1, 3, 8), 1)):
+        request.target.receive([chunk], num_logits)
+    request.target.commit([[]])
+    [states] = request.target.committed_states([0])
+    assert torch.equal(states, torch.ones(6, 8))
+    other = RequestState(request_id="a", initial_tokens=[9, 9], max_new_tokens=4)
+    assert not request.resume_as(other)
+    request.end()
+
+
+def test_attention_is_restored_if_it_could_not_be_set() -> None:
+    """Would catch: a model whose submodules have the attention of `generate` after an error, for packed steps."""
+    model: Any = fresh_model("llama")
+    model.set_attn_implementation("paged|eager")
+    set_attention = model.set_attn_implementation
+
+    def fail(name: str) -> None:
+        set_attention(name)
+        if name == "eager":
+            raise ValueError("a module that has no such attention")
+
+    model.set_attn_implementation = fail
+    with pytest.raises(ValueError, match="no such attention"), unpaged_attention(model):
+        pass
+    assert attention_implementation(model.config) == "paged|eager"
 
 
 def test_draft_caches_keep_no_activations() -> None:

@@ -54,6 +54,18 @@ def test_levels_of_rows_that_ended_are_not_counted() -> None:
     assert short.expected(0.99, 6)[0, -1] > 5
 
 
+def test_draft_without_levels_leaves_the_estimates() -> None:
+    """Would catch: drafts of which the host has read no level, which let the estimator forget the levels before."""
+    estimator = AcceptanceEstimator()
+    for _ in range(20):
+        estimator.record_levels(draft_of([0.99, 0.4]))
+    before = estimator.transitions
+    for _ in range(100):
+        estimator.record_levels(DraftLevels())
+        estimator.record_levels(draft_of([0.0]))  # of a row that has ended
+    assert np.array_equal(estimator.transitions, before)
+
+
 @pytest.mark.parametrize(("probability", "least", "most"), [(0.995, 20, 32), (0.3, 0, 2)])
 def test_drafts_go_as_far_as_a_run_of_certain_tokens(probability: float, least: int, most: int) -> None:
     """Would catch: drafts that end where the next token does not pay, while 20 of them do.

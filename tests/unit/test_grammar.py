@@ -69,6 +69,18 @@ def under_grammar(session: DraftSession, state: GrammarState, size: Any) -> Draf
     return WrappedSession(session, GrammarDrafts(session.batch, [state], size))
 
 
+def test_drafter_observes_how_many_of_its_nodes_the_pass_had() -> None:
+    """Would catch: nodes that the change removed or a batch cut off, which the drafter counts as rejected."""
+    state = make_state([[1, 2]])
+    state.append(0, [3])
+    fixed = Fixed(make_batch(state), DraftTree.chains([[4, 5, 6]]))
+    session = under_grammar(fixed, TableState({0: (3,), 3: (4,), 4: (5,), 5: (7,)}, 0), 4)
+    assert paths_of(session.draft([4]))[:3] == [[4], [4, 5], [4, 5, 7]]
+    for verified, common in ((1, 1), (3, 2)):
+        session.observe(VerificationResult([[0]], [[4, 9]], [1], num_in_pass=[verified]))
+        assert fixed.observed[-1].num_in_pass == [common]
+
+
 def paths_of(tree: DraftTree) -> list[list[int]]:
     return [list(reference.path(tree, 0, node)) for node in range(len(tree.parents[0]))]
 
