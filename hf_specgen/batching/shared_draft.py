@@ -295,7 +295,7 @@ class SharedTargets:
 class SharedSampling:
     """The `DraftSampling` of several calls, as of `SharedTargets`: a row is sampled with the noise of its call."""
 
-    expected = ()  # unknown
+    predicted_tokens = ()  # unknown
 
     def __init__(self, rows: Sequence[RowSession]):
         first = rows[0].batch

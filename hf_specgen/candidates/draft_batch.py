@@ -64,7 +64,7 @@ class DraftSampling(Protocol):
     @property
     def wants_q(self) -> bool: ...
     @property
-    def expected(self) -> Sequence[Sequence[int]]: ...
+    def predicted_tokens(self) -> Sequence[Sequence[int]]: ...
     @property
     def score_processors(self) -> ScoreProcessors: ...
     @property
@@ -163,9 +163,9 @@ class DraftBatch:
         return self._verification.wants_q
 
     @property
-    def expected(self) -> Sequence[Sequence[int]]:
-        """Of each row what is likely to be sampled, by the noise of the call; empty if that is unknown."""
-        return self._verification.expected
+    def predicted_tokens(self) -> Sequence[Sequence[int]]:
+        """For each row, the tokens that an earlier run sampled with the same noise; empty if unknown."""
+        return self._verification.predicted_tokens
 
     @property
     def score_processors(self) -> ScoreProcessors:

@@ -29,7 +29,7 @@ from transformers.cache_utils import Cache
 
 from hf_specgen.call import Compile
 from hf_specgen.targets.cache import RaggedCache
-from hf_specgen.targets.cuda_graphs import Graph, GraphMemory, graph_memory, leaves_of
+from hf_specgen.targets.cuda_graphs import Graph, GraphMemory, graph_memory, signature
 from hf_specgen.targets.fingerprint import graph_fingerprint
 from hf_specgen.targets.static_buffers import BufferSet, GraphBuffers, GraphCache, GraphLayer
 
@@ -88,10 +88,8 @@ class _Run:
         self.lengths = cache.lengths  # before the run
         # The inputs of the function, and `[batch]` the first slot that it writes in each row.
         self.graph_inputs = (inputs, torch.tensor(self.lengths))
-        # A graph is repeated with other values of its tensors, but with the same plain values.
-        leaves = leaves_of(self.graph_inputs)
-        shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
-        self.key = (function, shapes, torch.is_inference_mode_enabled())
+        # A graph is repeated with other values of its tensors only.
+        self.key = (function, signature(self.graph_inputs), torch.is_inference_mode_enabled())
         """Runs with equal keys share a graph."""
 
 

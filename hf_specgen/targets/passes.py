@@ -192,11 +192,11 @@ class NewText(NamedTuple):
 
     counts: torch.Tensor  # [batch]
     tokens: torch.Tensor  # [batch, width], padded on the right
-    features: torch.Tensor | None = None  # [batch, width, …] what a head reads with them
+    features: torch.Tensor | None = None  # [batch, width, size] what a head reads with them
 
     @classmethod
     def of(cls, texts: Sequence[Sequence[int]], features: torch.Tensor | None = None) -> NewText:
-        """Of the tokens of each row, and features `[batch, longest, …]`; padded to a width of captured passes."""
+        """Of the tokens of each row, and features `[batch, longest, size]`; padded to a width of captured passes."""
         counts = torch.tensor([len(text) for text in texts])
         width = max(TEXT_WIDTH, padded_tokens(max(map(len, texts))))
         tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts])

@@ -47,11 +47,11 @@ class VerificationSession(ABC):
     Attributes:
         processors: applies the logits processors of the call at the nodes of a draft.
         wants_q: whether a draft that was sampled should carry the probabilities it was sampled with (`DraftTree.q`).
-        expected: of each row what is likely to be sampled, by the noise that it is sampled with; empty if unknown.
+        predicted_tokens: for each row, the tokens that an earlier run sampled with the same noise; empty if unknown.
     """
 
     wants_q = False
-    expected: Sequence[Sequence[int]] = ()
+    predicted_tokens: Sequence[Sequence[int]] = ()
     _has_failed = False
 
     def __init__(self, call: Call):

@@ -28,7 +28,7 @@ import torch
 
 from hf_specgen import random_state
 from hf_specgen.call import Call
-from hf_specgen.random_state import NoiseSeeds
+from hf_specgen.random_state import NoiseSeed, NoiseSeeds
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import VerificationSession, Verifier, argmax, exponential_race
 
@@ -114,8 +114,14 @@ class RepeatedSession(_CoupledSession):
         super().__init__(call)
         weights = weights_hash(call.model)
         self._store = seeds
-        self._noise_seeds = [seeds.take(prompt, weights) for prompt in call.state.prompts]
-        self.expected = [seed.answer for seed in self._noise_seeds]
+        self._noise_seeds: list[NoiseSeed] = []
+        try:
+            for prompt in call.state.prompts:
+                self._noise_seeds.append(seeds.take(prompt, weights))
+        except BaseException:  # Ctrl-C too
+            self._put_seeds_back()
+            raise
+        self.predicted_tokens = [seed.answer for seed in self._noise_seeds]
 
     def _take_generator(self) -> torch.Generator | None:
         return None
@@ -123,8 +129,17 @@ class RepeatedSession(_CoupledSession):
     def _seeds(self) -> list[int]:
         return [seed.seed for seed in self._noise_seeds]
 
+    def _put_seeds_back(self) -> None:
+        """Return the seeds as they were, where nothing was sampled with them."""
+        for prompt, seed in zip(self.call.state.prompts, self._noise_seeds, strict=False):
+            self._store.put_back(prompt, seed)
+
     def end(self, positions: int) -> None:
+        has_sampled = self._noise is not None
         super().end(positions)
+        if not has_sampled:
+            self._put_seeds_back()
+            return
         state = self.call.state
         for prompt, seed, answer in zip(state.prompts, self._noise_seeds, state.generated, strict=True):
             self._store.keep(prompt, seed, list(answer))
