@@ -303,7 +303,7 @@ class SharedSampling:
         self._do_sample = first.do_sample
         self.wants_q = first.wants_q
         self.score_processors = first.score_processors
-        self.shares_noise = first.shares_noise
+        self.uses_draft_noise_only = first.uses_draft_noise_only
 
     def draft_scores(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None

@@ -68,7 +68,7 @@ class DraftSampling(Protocol):
     @property
     def score_processors(self) -> ScoreProcessors: ...
     @property
-    def shares_noise(self) -> bool: ...
+    def uses_draft_noise_only(self) -> bool: ...
     def draft_scores(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
     ) -> torch.Tensor: ...
@@ -169,13 +169,13 @@ class DraftBatch:
 
     @property
     def score_processors(self) -> ScoreProcessors:
-        """The logits processors of the call that read the scores alone, which a drafter's logits pass through."""
+        """The score-only logits processors of the call, which a drafter's logits pass through."""
         return self._verification.score_processors
 
     @property
-    def shares_noise(self) -> bool:
-        """Whether `draft_scores` follow from the scores and `draft_noise` alone."""
-        return self._verification.shares_noise
+    def uses_draft_noise_only(self) -> bool:
+        """Whether `draft_scores` depend on the scores and `draft_noise` alone."""
+        return self._verification.uses_draft_noise_only
 
     def draft_scores(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None

@@ -100,12 +100,12 @@ class VerificationSession(ABC):
 
     @property
     def score_processors(self) -> ScoreProcessors:
-        """The logits processors that a drafter's logits pass through: those of the call that read the scores alone."""
+        """The logits processors that a drafter's logits pass through: the score-only ones of the call."""
         return self.call.draft_processors or self.processors.score_processors
 
     @property
-    def shares_noise(self) -> bool:
-        """Whether `draft_scores` follow from the scores and `draft_noise` alone."""
+    def uses_draft_noise_only(self) -> bool:
+        """Whether `draft_scores` depend on the scores and `draft_noise` alone."""
         return type(self).draft_scores is VerificationSession.draft_scores
 
     def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
@@ -160,7 +160,9 @@ class VerificationSession(ABC):
                     return None
                 if not emitted:
                     raise RuntimeError(INVALID_SCORES)
-                self._has_failed |= bool(self.processors.stateful)  # which must not be called for that token again
+                self._has_failed |= bool(
+                    self.processors.may_be_stateful
+                )  # which must not be called for that token again
             result.paths[row] = path[: emitted - 1]
             result.tokens[row] = tokens[:emitted]
             result.accepted[row] = min(len(path), emitted)
@@ -205,7 +207,7 @@ class VerificationSession(ABC):
         undecided_rows = list(paths)  # rows whose last choice was a draft token, after which another one may follow
         must_stop = False  # because of a lockstep processor or a stopping criterion
         scores_by_position = list[torch.Tensor]()
-        early_criteria = criteria if self.processors.stateful else None
+        early_criteria = criteria if self.processors.may_be_stateful else None
         with state.tentative():
             while undecided_rows and not must_stop:
                 # The first position that is not decided; the choices count for the rows that have reached it.
@@ -280,7 +282,10 @@ class PathSession(VerificationSession):
     def draft_scores(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """In descending order, a sample without replacement from `softmax(scores)`."""
+        """Scores perturbed by Gumbel noise.
+
+        Their k largest, in descending order, are k tokens sampled from `softmax(scores)` without replacement.
+        """
         device = scores.device
         scores = super().draft_scores(scores, steps, tokens)
         if not self.call.do_sample:

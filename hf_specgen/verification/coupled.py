@@ -10,8 +10,8 @@ that plain sampling would draw, in the same order, and keeps them by step: the t
 is ``argmax(p / noise[t][b])``, whenever it is verified.
 
 With a history, rejection sampling becomes this rule too, with noise of its own: that of an earlier answer to the same
-prompt (`RepeatedSession`). Given the weights, ``argmax(p / e)`` has distribution p for exponential noise that does not
-depend on them, so the text has the target's distribution, whichever tokens are drafted. And where the earlier model
+prompt (`ReusedNoiseSession`). Given the weights, ``argmax(p / e)`` has distribution p for exponential noise that does
+not depend on them, so the text has the target's distribution, whichever tokens are drafted. And where the earlier model
 chose ``argmax(q / e)``, both choices are the same token with probability
 ``sum_v 1 / sum_w max(p_w / p_v, q_w / q_v) >= (1 - d) / (1 + d)``, d the total variation distance of p and q: an old
 answer is mostly kept where the weights have changed little.
@@ -103,7 +103,7 @@ class _CoupledSession(VerificationSession):
         self._noise = self._generator = None
 
 
-class RepeatedSession(_CoupledSession):
+class ReusedNoiseSession(_CoupledSession):
     """Samples with the noise of earlier answers to the same prompts, which are the expected outputs, or with new noise.
 
     A row takes the seed of an answer that other weights have sampled; no two rows take the same one. So rows are

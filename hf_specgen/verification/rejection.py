@@ -41,7 +41,7 @@ from hf_specgen.verification.base import (
     exponential,
     exponential_race,
 )
-from hf_specgen.verification.coupled import CoupledVerifier, RepeatedSession
+from hf_specgen.verification.coupled import CoupledVerifier, ReusedNoiseSession
 
 
 class RejectionVerifier(Verifier):
@@ -54,7 +54,7 @@ class RejectionVerifier(Verifier):
 
     def start(self, call: Call) -> VerificationSession:
         if call.do_sample and call.settings.seeds is not None:
-            return RepeatedSession(call, call.settings.seeds)
+            return ReusedNoiseSession(call, call.settings.seeds)
         return RejectionSession(call) if call.do_sample else CoupledVerifier().start(call)
 
 
@@ -147,7 +147,8 @@ class TypicalVerifier(Verifier):
     """LOSSY: accepts a draft token with p > min(epsilon, alpha * exp(-entropy(p))); the output distribution differs.
 
     Of several such siblings, the one with the longest accepted path below it is chosen. The most likely token is always
-    accepted. The bonus token is the argmax in greedy decoding, otherwise sampled from p.
+    accepted if alpha is below 1; with alpha = 1 it is rejected where all possible tokens are equally likely and have a
+    probability of at most epsilon. The bonus token is the argmax in greedy decoding, otherwise sampled from p.
 
     Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (2024),
     section 2.3.1.

@@ -42,7 +42,9 @@ class VerificationResult:
 def reindexed_result(
     result: VerificationResult, tree: DraftTree, verified_tree: DraftTree | None = None
 ) -> VerificationResult:
-    """The outcome in the node indices of `tree`, a part of the verified tree or a superset: its accepted nodes.
+    """The same outcome in the node indices of another draft of the same rows, `tree`.
+
+    It may lack verified nodes or have further ones.
 
     With `verified_tree`, of which the pass had the first `result.num_in_pass` nodes, those of them that are in `tree`
     are counted. They count as its first ones: both trees have the most probable nodes first.
