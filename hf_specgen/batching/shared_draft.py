@@ -306,13 +306,13 @@ class SharedSampling:
         self.uses_draft_noise_only = first.uses_draft_noise_only
 
     def draft_scores(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
+        self, scores: torch.Tensor, token_indices: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return with_noise(scores, self.draft_noise(steps, scores.device), tokens)
+        return with_noise(scores, self.draft_noise(token_indices, scores.device), tokens)
 
-    def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
+    def draft_noise(self, token_indices: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
         if not self._do_sample:
             return None
-        rows = zip(self._rows, steps, strict=True)
-        noise = [row.batch.draft_noise([row_steps], device) for row, row_steps in rows]
+        rows = zip(self._rows, token_indices, strict=True)
+        noise = [row.batch.draft_noise([indices], device) for row, indices in rows]
         return torch.cat(cast(list[torch.Tensor], noise))

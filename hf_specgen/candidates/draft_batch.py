@@ -70,9 +70,9 @@ class DraftSampling(Protocol):
     @property
     def uses_draft_noise_only(self) -> bool: ...
     def draft_scores(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
+        self, scores: torch.Tensor, token_indices: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
     ) -> torch.Tensor: ...
-    def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None: ...
+    def draft_noise(self, token_indices: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None: ...
 
 
 class DraftBatch:
@@ -178,14 +178,14 @@ class DraftBatch:
         return self._verification.uses_draft_noise_only
 
     def draft_scores(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
+        self, scores: torch.Tensor, token_indices: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Scores of each token as a draft token, see `VerificationSession.draft_scores`."""
-        return self._verification.draft_scores(scores, steps, tokens)
+        return self._verification.draft_scores(scores, token_indices, tokens)
 
-    def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
+    def draft_noise(self, token_indices: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
         """The noise with which the target samples, see `VerificationSession.draft_noise`."""
-        return self._verification.draft_noise(steps, device)
+        return self._verification.draft_noise(token_indices, device)
 
     # The policy
 

@@ -67,36 +67,41 @@ class VerificationSession(ABC):
 
     @abstractmethod
     def choose(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
+        self,
+        scores: torch.Tensor,
+        token_indices: Sequence[Sequence[int]],
+        tree: DraftTree,
+        nodes: Sequence[Sequence[int]],
     ) -> torch.Tensor:
         """Choose the token that follows each of the given nodes (all nodes of the tree, or one per row).
 
         Args:
-            scores: `[batch, slots, vocab]` processed scores, float32 unless a processor has returned another dtype.
-            steps: `[batch][slots]` which generated token each slot decides, 0 the first. Empty if nothing is sampled.
-            tree: the draft. A slot that chooses the token of one of its node's children accepts that child.
-            nodes: `[batch][slots]` the tree node that each slot follows; -1 is the row's last token. Where a row has
-                fewer nodes than others, the choices of its last slots are ignored.
+            scores: `[batch, queries, vocab]` processed scores, float32 unless a processor has returned another dtype.
+            token_indices: `[batch][queries]` the index of the generated token that each query decides, 0 the first.
+                Read only if tokens are sampled; may be empty otherwise.
+            tree: the draft. A query that chooses the token of one of its node's children accepts that child.
+            nodes: `[batch][queries]` the tree node that each query follows; -1 is the row's last token. Where a row has
+                fewer nodes than others, the choices of its last queries are ignored.
 
         Returns:
-            `[batch, slots]` tokens; `INVALID` where the scores are no distribution to sample from.
+            `[batch, queries]` tokens; `INVALID` where the scores are no distribution to sample from.
         """
 
     def draft_scores(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
+        self, scores: torch.Tensor, token_indices: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Scores of each token as a draft token: their softmax estimates how likely it is to be accepted.
 
         Args:
             scores: `[batch, positions, …, draft vocab]` the draft's scores after its processors, on any device.
-            steps: `[batch][positions]` which generated token each draft token is for, or `[batch][1]` if all of a row
-                are for the same; ignored for rows that take no part.
+            token_indices: `[batch][positions]` the index of the generated token that each draft token is for, or
+                `[batch][1]` if all of a row are for the same; ignored for rows that take no part.
             tokens: `[batch, positions, draft vocab]` the ids, if the scores are not those of tokens 0, 1, 2, …
 
         Returns:
             Of the shape of the scores: by default these, perturbed by `draft_noise` where that is not None.
         """
-        return with_noise(scores, self.draft_noise(steps, scores.device), tokens)
+        return with_noise(scores, self.draft_noise(token_indices, scores.device), tokens)
 
     @property
     def score_processors(self) -> ScoreProcessors:
@@ -108,7 +113,7 @@ class VerificationSession(ABC):
         """Whether `draft_scores` depend on the scores and `draft_noise` alone."""
         return type(self).draft_scores is VerificationSession.draft_scores
 
-    def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
+    def draft_noise(self, token_indices: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
         """`[batch, positions, vocab]` the noise with which the target samples generated tokens, if it is known."""
         return None
 
@@ -175,10 +180,10 @@ class VerificationSession(ABC):
     def _choose_at_once(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> ChosenPaths:
         """Choose the token after every node, then follow the choices down the tree."""
         scores = self.processors.score_processors(logits)
-        steps = self._steps(tree, active) if self.call.do_sample else []
-        choices = self.choose(scores, steps, tree, [range(-1, tree.nodes)] * tree.batch)
+        token_indices = self._token_indices(tree, active) if self.call.do_sample else []
+        choices = self.choose(scores, token_indices, tree, [range(-1, tree.nodes)] * tree.batch)
         chosen = tree.read_with(choices)
-        # The argmax of a slot whose logits are all NaN is token 0.
+        # The argmax of a query whose logits are all NaN is token 0.
         if tree.nodes and any(0 in tokens for tokens in chosen):
             pairs = zip(chosen, are_nan(logits).tolist(), strict=True)
             chosen = [[INVALID if nan else token for token, nan in zip(*pair, strict=True)] for pair in pairs]
@@ -202,7 +207,7 @@ class VerificationSession(ABC):
         nodes = [-1] * tree.batch  # the last accepted node of each row
         paths: dict[int, list[int]] = {row: [] for row in range(tree.batch) if active[row]}
         emitted: dict[int, list[int]] = {row: [] for row in paths}
-        scores = [dict[int, torch.Tensor]() for _ in active]  # by row and slot
+        scores = [dict[int, torch.Tensor]() for _ in active]  # by row and query
         logits_of = [dict[int, torch.Tensor]() for _ in active]
         undecided_rows = list(paths)  # rows whose last choice was a draft token, after which another one may follow
         must_stop = False  # because of a lockstep processor or a stopping criterion
@@ -211,22 +216,22 @@ class VerificationSession(ABC):
         with state.tentative():
             while undecided_rows and not must_stop:
                 # The first position that is not decided; the choices count for the rows that have reached it.
-                step = min(len(state.generated[row]) for row in undecided_rows)
+                index = min(len(state.generated[row]) for row in undecided_rows)
                 logits_at = torch.stack([logits[row, node + 1] for row, node in enumerate(nodes)])
-                processed = self.processors.scores_at(step, logits_at)
-                choices = self.choose(processed[:, None], [[step]] * tree.batch, tree, [[node] for node in nodes])
+                processed = self.processors.scores_at(index, logits_at)
+                choices = self.choose(processed[:, None], [[index]] * tree.batch, tree, [[node] for node in nodes])
                 tokens = tree.read_with(choices)
-                for row in [row for row in undecided_rows if len(state.generated[row]) == step]:
+                for row in [row for row in undecided_rows if len(state.generated[row]) == index]:
                     [token] = tokens[row]
-                    slot = nodes[row] + 1
-                    scores[row][slot] = processed[row]
-                    logits_of[row][slot] = logits_at[row]
+                    query = nodes[row] + 1
+                    scores[row][query] = processed[row]
+                    logits_of[row][query] = logits_at[row]
                     emitted[row].append(token)
                     child = None
                     has_ended = False
                     if token != INVALID:
                         state.append(row, [token])
-                        siblings = children(tree.parents[row])[slot]
+                        siblings = children(tree.parents[row])[query]
                         has_ended = state.has_ended(row)
                         child = next((node for node in siblings if draft_tokens[row][node] == token), None)
                     if child is not None:
@@ -237,11 +242,11 @@ class VerificationSession(ABC):
                         must_stop |= bool(self.processors.lockstep) and not has_ended
                 scores_by_position.append(processed)
                 if early_criteria and not any(INVALID in tokens for tokens in emitted.values()):
-                    must_stop |= early_criteria.would_stop(1 + step, scores_by_position)
+                    must_stop |= early_criteria.would_stop(1 + index, scores_by_position)
         return ChosenPaths({row: (paths[row], emitted[row]) for row in paths}, scores, logits_of)
 
-    def _steps(self, tree: DraftTree, active: Sequence[bool]) -> list[list[int]]:
-        """Which generated token is chosen at each node; for rows that take no part, steps of an active row."""
+    def _token_indices(self, tree: DraftTree, active: Sequence[bool]) -> list[list[int]]:
+        """The index of the token that each query decides; for rows that take no part, those of an active row."""
         lengths = [len(tokens) for tokens in self.call.state.generated]
         earliest = min(length for length, is_active in zip(lengths, active, strict=True) if is_active)
         return [
@@ -251,7 +256,10 @@ class VerificationSession(ABC):
 
 
 class Nodes(NamedTuple):
-    """The nodes of draft trees, `[batch, nodes]`: tokens, slots of their parents, and whether they are no padding."""
+    """The nodes of draft trees, `[batch, nodes]`: tokens, queries of their parents, and whether they are no padding.
+
+    A step has `[batch, queries]` logits: query 0 is the row's last token, query ``i + 1`` its node ``i``.
+    """
 
     tokens: torch.Tensor
     parents: torch.Tensor
@@ -259,7 +267,7 @@ class Nodes(NamedTuple):
 
     @classmethod
     def of_tree(cls, tree: DraftTree, device: torch.device) -> Nodes:
-        """The tensors on a device; slot 0 is a row's last token, slot ``i + 1`` its node ``i``."""
+        """The tensors on a device."""
         padded = [[*(parent + 1 for parent in row), *[-1] * (tree.nodes - len(row))] for row in tree.parents]
         parents = torch.tensor(padded, dtype=torch.long, device=device)
         tokens = torch.tensor(tree.token_lists(), dtype=torch.long) if tree.keeps_placeholders else tree.tokens
@@ -280,14 +288,14 @@ class PathSession(VerificationSession):
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def draft_scores(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
+        self, scores: torch.Tensor, token_indices: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Scores perturbed by Gumbel noise.
 
         Their k largest, in descending order, are k tokens sampled from `softmax(scores)` without replacement.
         """
         device = scores.device
-        scores = super().draft_scores(scores, steps, tokens)
+        scores = super().draft_scores(scores, token_indices, tokens)
         if not self.call.do_sample:
             return scores
         if device not in self._generators:
@@ -296,14 +304,19 @@ class PathSession(VerificationSession):
 
     @abstractmethod
     def accept(self, scores: torch.Tensor, tree: DraftTree, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[batch]` the last accepted slot of each row, and the token that follows it.
+        """`[batch]` the last accepted query of each row, see `Nodes`, and the token that follows it.
 
-        That token is `[batch, 1]`; or `[batch, slots]` for every slot, of which that of the last accepted one is used.
-        `scores` are `[batch, slots, vocab]`, after each row's last token and after each node.
+        That token is `[batch, 1]`; or `[batch, queries]` for every query, of which that of the last accepted one is
+        used.
+        `scores` are `[batch, queries, vocab]`, after each row's last token and after each node.
         """
 
     def choose(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
+        self,
+        scores: torch.Tensor,
+        token_indices: Sequence[Sequence[int]],
+        tree: DraftTree,
+        nodes: Sequence[Sequence[int]],
     ) -> torch.Tensor:
         # One node of each row, as processors read the text: verify its children alone, as a tree of depth 1.
         if len(nodes[0]) == 1 and tree.nodes:
@@ -311,20 +324,20 @@ class PathSession(VerificationSession):
             scores = scores.expand(-1, 1 + tree.nodes, -1)
         drafted = Nodes.of_tree(tree, scores.device)
         last, following = self.accept(scores.float(), tree, drafted)
-        # The token after each slot: on the path that of the next node, after its last node `following`. Nodes off the
-        # path write theirs to one slot more, which is cut off.
+        # The token after each query: on the path that of the next node, after its last node `following`. Nodes off the
+        # path write theirs to one query more, which is cut off.
         rows = torch.arange(len(last), device=last.device)
-        slots = scores.shape[1]
+        queries = scores.shape[1]
         on_path = tree.structure().ancestors.to(last.device)[rows, last][:, 1:]  # padding comes last: never an ancestor
-        chosen = pad(following.expand(-1, slots), (0, 1))
-        chosen.scatter_(1, torch.where(on_path, drafted.parents, slots), drafted.tokens)
+        chosen = pad(following.expand(-1, queries), (0, 1))
+        chosen.scatter_(1, torch.where(on_path, drafted.parents, queries), drafted.tokens)
         return chosen[:, : len(nodes[0])]
 
 
 def _children_only(tree: DraftTree, nodes: Sequence[int]) -> DraftTree:
     """The children of one node of each row."""
     children_of = [children(parents) for parents in tree.parents]
-    kept = [slots[node + 1] if node + 1 < len(slots) else () for slots, node in zip(children_of, nodes, strict=True)]
+    kept = [lists[node + 1] if node + 1 < len(lists) else () for lists, node in zip(children_of, nodes, strict=True)]
     tokens = [[drafted[node] for node in row] for drafted, row in zip(tree.token_lists(), kept, strict=True)]
     q = tree.q
     width = max(map(len, kept))
@@ -348,7 +361,7 @@ def argmax(scores: torch.Tensor) -> torch.Tensor:
 
 
 def are_nan(logits: torch.Tensor) -> torch.Tensor:
-    """`[batch, slots]` whether logits `[batch, slots, vocab]` are NaN, as all of them are if the last state is."""
+    """`[batch, queries]` whether logits `[batch, queries, vocab]` are NaN, as all of them are if the last state is."""
     return logits[..., 0].isnan()
 
 
