@@ -32,16 +32,9 @@ from torch.nn.functional import pad
 
 from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree, Parents, children
-from hf_specgen.verification.base import (
-    Nodes,
-    PathSession,
-    VerificationSession,
-    Verifier,
-    argmax,
-    exponential,
-    exponential_race,
-)
+from hf_specgen.verification.base import VerificationSession, Verifier, argmax, exponential, exponential_race
 from hf_specgen.verification.coupled import CoupledVerifier, ReusedNoiseSession
+from hf_specgen.verification.path_session import Nodes, PathSession
 
 
 class RejectionVerifier(Verifier):

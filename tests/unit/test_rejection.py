@@ -14,7 +14,7 @@ from hf_specgen import DraftTree, VerificationResult, Verifier
 from hf_specgen.candidates.tree_builder import TreeBuilder
 from hf_specgen.tree import Parents, children
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, rejection
-from hf_specgen.verification.base import Nodes, PathSession
+from hf_specgen.verification.path_session import Nodes, PathSession
 from tests.helpers.goodness_of_fit import (
     FIRST,
     VOCAB,
