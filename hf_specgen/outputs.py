@@ -145,7 +145,7 @@ class OutputCollector:
             self._kept[name].append(torch.stack([row.popleft() if row else blank for row in rows]))
         # A criterion receives the scores of padding too.
         has_padding = state.pad_id is not None and any(state.stopped)
-        if has_padding and "scores" in self._kept and self.criteria.reads_scores:
+        if has_padding and "scores" in self._kept and self.criteria.needs_scores:
             self._process_padding()
         stops = self.criteria.stops(self.emitted_positions)
         tokens = [text[position] if position < len(text) else state.pad_id for text in state.generated]

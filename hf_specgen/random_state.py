@@ -63,7 +63,7 @@ class NoiseSeed:
     """The seed of the noise that a row is sampled with."""
 
     seed: int
-    answer: Sequence[int] = ()  # what was sampled with it last; empty if nothing was
+    answer: Sequence[int] = ()  # what was sampled with it last, or a longer answer that begins so; empty if nothing was
     weights: tuple[int, ...] = ()  # hashes of the weights that have sampled with it, the last ones last
 
 
@@ -92,7 +92,7 @@ class NoiseSeeds:
         self._seeds: OrderedDict[tuple[int, ...], list[NoiseSeed]] = OrderedDict()
 
     def take(self, prompt: Sequence[int], weights: int) -> NoiseSeed:
-        """The first seed of the last weights that are not these, or a new one; removed until `keep` returns it."""
+        """The first seed of the last weights that are not these, or a new one; removed until `keep` or `put_back`."""
         with self._lock:
             seeds = self._seeds.get(tuple(prompt), [])
             usable = [one for one in seeds if weights not in one.weights]
@@ -104,9 +104,21 @@ class NoiseSeeds:
             return NoiseSeed(taken.seed, taken.answer, (*taken.weights, weights))
 
     def keep(self, prompt: Sequence[int], seed: NoiseSeed, answer: Sequence[int]) -> None:
-        """Keep a seed with the answer that was sampled with it."""
+        """Keep a seed with the answer that was sampled with it; of an answer that was cut short, the earlier one."""
+        earlier = list(seed.answer)
+        if earlier[: len(answer)] == list(answer):
+            answer = earlier
+        self._add(prompt, NoiseSeed(seed.seed, answer, seed.weights))
+
+    def put_back(self, prompt: Sequence[int], seed: NoiseSeed) -> None:
+        """Return a seed that nothing was sampled with: as it was before `take`, which made it if no weights had it."""
+        if seed.weights[:-1]:
+            self._add(prompt, NoiseSeed(seed.seed, seed.answer, seed.weights[:-1]))
+
+    def _add(self, prompt: Sequence[int], seed: NoiseSeed) -> None:
+        """Add a seed of a prompt; if there are too many, drop those of the prompt that was used longest ago."""
         with self._lock:
-            self._seeds.setdefault(tuple(prompt), []).append(NoiseSeed(seed.seed, answer, seed.weights))
+            self._seeds.setdefault(tuple(prompt), []).append(seed)
             self._seeds.move_to_end(tuple(prompt))
             self._count += 1
             while self._count > self._max_seeds:

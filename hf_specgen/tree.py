@@ -135,7 +135,7 @@ class DraftTree:
         return self._lists
 
     def read_with(self, chosen: torch.Tensor) -> list[list[int]]:
-        """`[batch][slots]` of tokens chosen by the target, and with them what is still on the device of the tree."""
+        """`[batch][queries]` of tokens chosen by the target, and with them what is still on the device of the tree."""
         lists: list[list[int]] = chosen.tolist()
         return lists
 

@@ -52,12 +52,16 @@ class _ComparingSession(RejectionSession):
         self._totals = totals
 
     def choose(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
+        self,
+        scores: torch.Tensor,
+        token_indices: Sequence[Sequence[int]],
+        tree: DraftTree,
+        nodes: Sequence[Sequence[int]],
     ) -> torch.Tensor:
         if tree.nodes and tree.q is not None:
             p = scores[0].softmax(dim=-1)
             self._totals.count(p, tree.q[0, :, : p.shape[-1]], torch.tensor(tree.token_lists()[0]))
-        return super().choose(scores, steps, tree, nodes)
+        return super().choose(scores, token_indices, tree, nodes)
 
 
 def block_verification(repeats: int, quick: bool) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.eagle import Eagle3Head
 from hf_specgen.heads.medusa import MedusaHeads
 from hf_specgen.targets.graphs import CallGraphs
-from hf_specgen.targets.passes import MoveSlots
+from hf_specgen.targets.passes import CompactAcceptedPath
 
 T = TypeVar("T")
 KINDS = ("operations", "without views", "host reads", "from host data", "index lists")
@@ -89,7 +89,7 @@ def recognised_passes(clock: Callable[[], float] = perf_counter) -> Iterator[Pas
     timed = passes.recognised(run_captured, lambda graphs: graphs.module)
 
     def replay(graphs: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        run = run_captured if isinstance(function, MoveSlots) else timed
+        run = run_captured if isinstance(function, CompactAcceptedPath) else timed
         return run(graphs, function, *args, **kwargs)
 
     with ExitStack() as stack:

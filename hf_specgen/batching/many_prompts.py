@@ -176,7 +176,7 @@ class _PromptCall(Speculation):
     def is_joinable(self) -> bool:
         """Whether the common target can process the row; not if a stateful function would see texts alternately."""
         target = self.loop.target
-        if self.loop.verification.processors.stateful or self.loop.outputs.criteria.reads_scores:
+        if self.loop.verification.processors.may_be_stateful or self.loop.outputs.criteria.needs_scores:
             return False
         return target.is_joinable and not self.settings.candidates.target_requirements(target.model).reads_cache
 

@@ -295,7 +295,7 @@ class SharedTargets:
 class SharedSampling:
     """The `DraftSampling` of the same rows as `SharedTargets`: each is sampled with the noise of its call."""
 
-    expected = ()  # unknown
+    predicted_tokens = ()  # unknown
 
     def __init__(self, rows: Sequence[RowSession]):
         first = rows[0].batch
@@ -303,16 +303,16 @@ class SharedSampling:
         self._do_sample = first.do_sample
         self.wants_q = first.wants_q
         self.score_processors = first.score_processors
-        self.shares_noise = first.shares_noise
+        self.uses_draft_noise_only = first.uses_draft_noise_only
 
     def draft_scores(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
+        self, scores: torch.Tensor, token_indices: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return with_noise(scores, self.draft_noise(steps, scores.device), tokens)
+        return with_noise(scores, self.draft_noise(token_indices, scores.device), tokens)
 
-    def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
+    def draft_noise(self, token_indices: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
         if not self._do_sample:
             return None
-        rows = zip(self._rows, steps, strict=True)
-        noise = [row.batch.draft_noise([row_steps], device) for row, row_steps in rows]
+        rows = zip(self._rows, token_indices, strict=True)
+        noise = [row.batch.draft_noise([indices], device) for row, indices in rows]
         return torch.cat(cast(list[torch.Tensor], noise))

@@ -22,7 +22,7 @@ from hf_specgen.candidates.tree_builder import ShapeConstants, TreeBuilder
 from hf_specgen.device_tree import NodeSelection
 from hf_specgen.targets.graphs import Capturable
 from hf_specgen.targets.masks import StepLayout
-from hf_specgen.targets.passes import CapturablePasses, DrafterInputs, Level, LevelOutput, NewText
+from hf_specgen.targets.passes import CapturablePasses, DrafterInputs, DrafterPass, DrafterPassOutput, NewText
 from hf_specgen.top_k import top_k
 from hf_specgen.tree import TreeStructure
 from hf_specgen.verification.base import perturbed
@@ -53,7 +53,7 @@ class CandidateProposer:
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """`[batch, nodes, draft vocab]` the processed scores of a pass."""
         scores = logits[..., : self.vocab].float()
-        if self.wants_q or self.processors.reads_scores:  # which refuse NaN and infinity
+        if self.wants_q or self.processors.reads_on_host:  # which refuse NaN and infinity
             scores = finite(scores)
         return self.processors(scores, all_tokens=self.token_ids is None)
 
@@ -100,7 +100,7 @@ class LevelInputs(NamedTuple):
     max_depths: torch.Tensor | None  # [batch, 1] of the trees; None if no level exceeds them
     tree_so_far: tuple[LevelTensors, ...]
     states: torch.Tensor | None  # of the drafter's last pass `[batch, nodes, hidden]`
-    visible: torch.Tensor | None  # [batch, capacity], False for padding
+    padding_mask: torch.Tensor | None  # [batch, capacity], False for padding
     offsets: torch.Tensor | None  # [batch, 1] position minus slot
     noise: torch.Tensor | None  # [batch, passes, vocab], if tokens are sampled; one more for new text
 
@@ -121,13 +121,13 @@ class CapturedLevels(Capturable[LevelInputs, CapturedLevelsOutput]):
     A pass over new text comes first if the inputs have text. At most `nodes` nodes are selected at the end.
     """
 
-    is_optional: ClassVar[bool] = True
+    failure_is_local: ClassVar[bool] = True
 
     num_passes: int
     width: int
     nodes: int
     proposer: CandidateProposer
-    level: Level
+    drafter_pass: DrafterPass
     # Of the tree after the passes, by the widths in the inputs; held here, so that they live as long as the graph.
     constants: ShapeConstants = field(compare=False)
 
@@ -153,16 +153,16 @@ class CapturedLevels(Capturable[LevelInputs, CapturedLevelsOutput]):
         # Each pass runs on the nodes that it expands, with the states of their parents, and adds a level.
         for _ in range(self.num_passes):
             frontier = builder.select_frontier(self.width)
-            layout = StepLayout(last_token_slots, attended_slots, *builder.frontier_structure(), inputs.visible)
+            layout = StepLayout(last_token_slots, attended_slots, *builder.frontier_structure(), inputs.padding_mask)
             parent_states = None if states is None else frontier.gather_parents(states)
             pass_inputs = DrafterInputs(frontier.tokens, layout, parent_states, inputs.offsets)
-            logits, states, *_ = self.level(module, pass_inputs, cache)
+            logits, states, *_ = self.drafter_pass(module, pass_inputs, cache)
             self._add(builder, logits, next(noise_by_pass))
         return CapturedLevelsOutput(
             builder.pack_levels()[-1], builder.padded_selection(self.nodes), states, text_outputs
         )
 
-    def _forward_text(self, module: nn.Module, text: NewText, inputs: LevelInputs, cache: Any) -> LevelOutput:
+    def _forward_text(self, module: nn.Module, text: NewText, inputs: LevelInputs, cache: Any) -> DrafterPassOutput:
         """Run on new text; returns the values of each row's last token alone, `[batch, 1, …]`.
 
         The text is padded on the right. Later passes overwrite the padding in the cache.
@@ -170,9 +170,9 @@ class CapturedLevels(Capturable[LevelInputs, CapturedLevelsOutput]):
         batch, width = text.tokens.shape
         layer = cache.layers[0]
         chain = TreeStructure.of_captured_chains(batch, width - 1, text.tokens.device)
-        layout = StepLayout(layer.next_slots, layer.get_mask_sizes(0)[0], *chain, inputs.visible)
+        layout = StepLayout(layer.next_slots, layer.get_mask_sizes(0)[0], *chain, inputs.padding_mask)
         pass_inputs = DrafterInputs(text.tokens, layout, text.features, inputs.offsets, is_text=True)
-        output = self.level(module, pass_inputs, cache)
+        output = self.drafter_pass(module, pass_inputs, cache)
         # The next pass writes to the slots after each row's last token, which are those of the padding.
         padding = width - text.counts[:, None]
         slots = layer.slots - padding
@@ -180,7 +180,7 @@ class CapturedLevels(Capturable[LevelInputs, CapturedLevelsOutput]):
             cache_layer.slots = slots
         last = (text.counts - 1)[:, None, None]
         values = (None if part is None else part.gather(1, last.expand(-1, -1, part.shape[-1])) for part in output)
-        return LevelOutput(*cast(Any, values))
+        return DrafterPassOutput(*cast(Any, values))
 
     def _add(self, builder: TreeBuilder, logits: torch.Tensor, noise: torch.Tensor | None) -> None:
         scores = self.proposer.scores(logits)
@@ -217,21 +217,21 @@ def add_captured_levels(
     capacity = capturable.graphs.move_to_static_buffers(capturable.cache, new_slots)
     if not capacity:
         return None
-    visible = capturable.visible
-    if visible is not None:  # the mask has every slot of the buffers
-        visible = pad(visible, (0, capacity - visible.shape[1]), value=True)
+    padding_mask = capturable.padding_mask
+    if padding_mask is not None:  # the mask has every slot of the buffers
+        padding_mask = pad(padding_mask, (0, capacity - padding_mask.shape[1]), value=True)
     inputs = LevelInputs(
         text,
         builder.last_tokens,
         builder.max_depths_on_device,
         builder.pack_levels(),
         states,
-        visible,
+        padding_mask,
         capturable.offsets,
         noise,
     )
     constants = builder.constants_after(num_passes, width)
-    function = CapturedLevels(num_passes, width, nodes, proposer, capturable.level, constants)
+    function = CapturedLevels(num_passes, width, nodes, proposer, capturable.drafter_pass, constants)
     output = capturable.graphs.run(function, inputs, capturable.cache, new_slots, fallback=lambda: None)
     if output is None:
         return None

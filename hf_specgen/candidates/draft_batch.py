@@ -64,15 +64,15 @@ class DraftSampling(Protocol):
     @property
     def wants_q(self) -> bool: ...
     @property
-    def expected(self) -> Sequence[Sequence[int]]: ...
+    def predicted_tokens(self) -> Sequence[Sequence[int]]: ...
     @property
     def score_processors(self) -> ScoreProcessors: ...
     @property
-    def shares_noise(self) -> bool: ...
+    def uses_draft_noise_only(self) -> bool: ...
     def draft_scores(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
+        self, scores: torch.Tensor, token_indices: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
     ) -> torch.Tensor: ...
-    def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None: ...
+    def draft_noise(self, token_indices: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None: ...
 
 
 class DraftBatch:
@@ -163,29 +163,29 @@ class DraftBatch:
         return self._verification.wants_q
 
     @property
-    def expected(self) -> Sequence[Sequence[int]]:
-        """Of each row what is likely to be sampled, by the noise of the call; empty if that is unknown."""
-        return self._verification.expected
+    def predicted_tokens(self) -> Sequence[Sequence[int]]:
+        """For each row, the tokens that an earlier run sampled with the same noise; empty if unknown."""
+        return self._verification.predicted_tokens
 
     @property
     def score_processors(self) -> ScoreProcessors:
-        """The logits processors of the call that read the scores alone, which a drafter's logits pass through."""
+        """The score-only logits processors of the call, which a drafter's logits pass through."""
         return self._verification.score_processors
 
     @property
-    def shares_noise(self) -> bool:
-        """Whether `draft_scores` follow from the scores and `draft_noise` alone."""
-        return self._verification.shares_noise
+    def uses_draft_noise_only(self) -> bool:
+        """Whether `draft_scores` depend on the scores and `draft_noise` alone."""
+        return self._verification.uses_draft_noise_only
 
     def draft_scores(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
+        self, scores: torch.Tensor, token_indices: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Scores of each token as a draft token, see `VerificationSession.draft_scores`."""
-        return self._verification.draft_scores(scores, steps, tokens)
+        return self._verification.draft_scores(scores, token_indices, tokens)
 
-    def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
+    def draft_noise(self, token_indices: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
         """The noise with which the target samples, see `VerificationSession.draft_noise`."""
-        return self._verification.draft_noise(steps, device)
+        return self._verification.draft_noise(token_indices, device)
 
     # The policy
 

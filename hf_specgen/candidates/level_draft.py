@@ -91,7 +91,7 @@ class LevelDraft(Generic[T]):
     def _capturable_passes(self, text: T | None = None) -> CapturablePasses | None:
         """Passes over several levels, and over text before them; None if they cannot be captured."""
         # In a graph scores are perturbed by noise that is drawn before, and no logits processor reads them on the host.
-        if not self._batch.shares_noise or self._batch.score_processors.reads_scores:
+        if not self._batch.uses_draft_noise_only or self._batch.score_processors.reads_on_host:
             return None
         return self._drafter.capturable_passes(text)
 

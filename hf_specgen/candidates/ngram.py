@@ -136,7 +136,7 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
         history = settings.history
         if history is not None:
             history.check_vocabulary(size)
-        key = (settings.profile_key(), round(batch.call.temperature, 2), bool(batch.expected))
+        key = (settings.profile_key(), round(batch.call.temperature, 2), bool(batch.predicted_tokens))
         self._odds_key = ("odds", *key)
         # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
         self._odds = memory.recall(batch.model if batch.carries_over else None, self._odds_key, MatchOdds)
@@ -145,7 +145,7 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
         self._texts: list[RowText] = []
         # Texts to copy from, the most likely one first: the expected output that was given, the answer whose noise is
         # used again, and else earlier answers to the prompt.
-        repeated = batch.expected or [()] * batch.state.batch
+        repeated = batch.predicted_tokens or [()] * batch.state.batch
         predictions = expected_outputs(settings.prediction, batch)
         for prompt, prediction, answer in zip(self._prompts, predictions, repeated, strict=True):
             expected = [output for output in (prediction, answer) if output]

@@ -75,7 +75,7 @@ def _ranked(batch: DraftBatch, predicted: DepthLogits, ranks: int) -> tuple[Dept
     """The logits after the score-only processors, and what the host reads of each row."""
     candidates = predicted.candidates
     scores = predicted.logits
-    if batch.wants_q or batch.score_processors.reads_scores:
+    if batch.wants_q or batch.score_processors.reads_on_host:
         scores = finite(scores)
     scores = batch.score_processors(scores, candidates is None)
     token_indices = [range(len(row), len(row) + scores.shape[1]) for row in batch.state.generated]

@@ -20,7 +20,7 @@ from hf_specgen.heads.head_text import FeatureSource, HeadText
 from hf_specgen.targets import masks
 from hf_specgen.targets.cache import padded_tokens
 from hf_specgen.targets.graphs import Capturable, graphs_of_call
-from hf_specgen.targets.passes import MAX_CAPTURED, CapturablePasses, DrafterInputs, LevelOutput, NewText
+from hf_specgen.targets.passes import MAX_CAPTURED, CapturablePasses, DrafterInputs, DrafterPassOutput, NewText
 
 
 @lru_cache(maxsize=16)
@@ -121,8 +121,8 @@ class EagleDrafter(HeadDrafter):
         """
         if self._graphs is None or not self._graphs.is_active:
             return None
-        level = EagleLevel(self.bound.weights, self.bound.of_head(None))
-        capturable = CapturablePasses(self._graphs, self.cache, level, self._store_levels, self._hidden)
+        drafter_pass = EaglePass(self.bound.weights, self.bound.of_head(None))
+        capturable = CapturablePasses(self._graphs, self.cache, drafter_pass, self._store_levels, self._hidden)
         if text is None:
             return capturable
         counts = [len(row) for row in text.tokens]
@@ -168,7 +168,7 @@ class HeadPass(Capturable[HeadInputs, HeadOutput]):
 
 
 @dataclass(frozen=True)
-class EagleLevel:
+class EaglePass:
     """One pass of a head over nodes of a draft tree, see `CapturablePasses`; equal for the same weights.
 
     It does not hold the head, which would never be freed: the graphs of a module last as long as the module.
@@ -177,11 +177,11 @@ class EagleLevel:
     weights: tuple[int, ...]
     bound: BoundHead = field(compare=False)
 
-    def __call__(self, module: nn.Module, inputs: DrafterInputs, cache: Cache) -> LevelOutput:
+    def __call__(self, module: nn.Module, inputs: DrafterInputs, cache: Cache) -> DrafterPassOutput:
         bound = self.bound.of_head(module)
         tokens, layout, states, _, is_text = inputs
         positions = layout.depths[:, -tokens.shape[1] :] + layout.starts
         assert states is not None
         states = bound.head.combine(states) if is_text else states
         output = module(HeadInputs(bound.embed(tokens), states, positions, masks.full_mask(layout)), cache)
-        return LevelOutput(bound.logits(output.output), output.hidden, output.output)
+        return DrafterPassOutput(bound.logits(output.output), output.hidden, output.output)

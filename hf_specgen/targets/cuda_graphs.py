@@ -112,6 +112,20 @@ def leaves_of(value: Any) -> Iterator[Any]:
         yield value
 
 
+def signature(value: Any) -> Any:
+    """What a graph cannot change in its inputs: structure, names, shapes and types of tensors, and plain values.
+
+    Example:
+        >>> signature({"a": torch.zeros(2), "b": 3})
+        (('a', (torch.Size([2]), torch.float32)), ('b', '3'))
+    """
+    if isinstance(value, dict):
+        return tuple((name, signature(item)) for name, item in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(map(signature, value))
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else repr(value)
+
+
 def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Nested tuples, lists and dictionaries of the same structure, with the function applied to each tensor."""
     if isinstance(value, torch.Tensor):

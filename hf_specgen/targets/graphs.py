@@ -29,14 +29,14 @@ from transformers.cache_utils import Cache
 
 from hf_specgen.call import Compile
 from hf_specgen.targets.cache import RaggedCache
-from hf_specgen.targets.cuda_graphs import Graph, GraphMemory, graph_memory, leaves_of
+from hf_specgen.targets.cuda_graphs import Graph, GraphMemory, graph_memory, signature
 from hf_specgen.targets.fingerprint import graph_fingerprint
 from hf_specgen.targets.static_buffers import BufferSet, GraphBuffers, GraphCache, GraphLayer
 
 logger = logging.getLogger("hf_specgen")
 EAGER_PASSES = 4
-"""With compile="auto" so many runs of a shape are eager and the next one is captured, so that short calls capture
-nothing. A capture costs as much time as four or five replays save."""
+"""How many eager runs of a shape precede its capture with compile="auto", so that short calls capture nothing. A
+capture costs as much time as four or five replays save."""
 MAX_GRAPHS = 64
 """Graphs that are kept for a set of buffers: each setting of a sampled call has some of its own."""
 
@@ -53,8 +53,8 @@ class Capturable(Generic[Inputs, Outputs]):
     buffers) and a cache: the cache of the call if it runs eagerly, one of static buffers in a graph.
     """
 
-    is_optional: ClassVar[bool] = False
-    """Whether a failed capture stops captures of this function alone; else of all functions of the module."""
+    failure_is_local: ClassVar[bool] = False
+    """Whether a failed capture stops captures of this function alone; otherwise of all functions of the module."""
 
     def __call__(self, module: nn.Module, inputs: Inputs, cache: Cache) -> Outputs:
         raise NotImplementedError
@@ -70,7 +70,7 @@ class Capturable(Generic[Inputs, Outputs]):
     def matches(self, expected: Outputs, outputs: Outputs) -> bool:
         """Whether the outputs of a new graph differ from those of an eager run (`fallback`) by rounding alone.
 
-        Called once a graph; not for functions with `warm_up_inputs`, or where `fallback` returns None.
+        Called once per graph; not for functions with `warm_up_inputs`, or where `fallback` returns None.
         """
         return True
 
@@ -88,10 +88,8 @@ class _Run:
         self.lengths = cache.lengths  # before the run
         # The inputs of the function, and `[batch]` the first slot that it writes in each row.
         self.graph_inputs = (inputs, torch.tensor(self.lengths))
-        # A graph is repeated with other values of its tensors, but with the same plain values.
-        leaves = leaves_of(self.graph_inputs)
-        shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
-        self.key = (function, shapes, torch.is_inference_mode_enabled())
+        # A graph is repeated with other values of its tensors only.
+        self.key = (function, signature(self.graph_inputs), torch.is_inference_mode_enabled())
         """Runs with equal keys share a graph."""
 
 
@@ -113,13 +111,13 @@ class ModuleGraphs:
         self._runs_without_graph: OrderedDict[tuple[Any, ...], int] = OrderedDict()
         """How often a function was due to run without a graph, by the key of the run; of the last `MAX_GRAPHS` keys."""
         self._refused: OrderedDict[tuple[Any, ...], None] = OrderedDict()
-        """The keys of optional functions that could not be captured, the last `MAX_GRAPHS`."""
+        """The keys of functions with `failure_is_local` that could not be captured, the last `MAX_GRAPHS`."""
 
     @property
-    def is_inside_a_run(self) -> bool:
+    def is_running_in_this_thread(self) -> bool:
         """Whether this thread runs a function of the module, so that the present call is made by a hook of it.
 
-        Such a call runs eagerly: in the midst of a function, no graph is captured, replayed or dropped.
+        Such a call runs eagerly: inside a function, no graph is captured, replayed or dropped.
         """
         return self.running_thread == threading.get_ident()
 
@@ -158,12 +156,12 @@ class ModuleGraphs:
     def capture_if_due(self, run: _Run, call_graphs: CallGraphs) -> Graph | None:
         """A new graph for a run; None if it is not due, or the function cannot be captured.
 
-        With the mode "graphs" it raises as `give_up` does, if a function that is not optional cannot be captured, or
-        its graph computes something else.
+        With the mode "graphs" it raises as `disable_captures` does if a function cannot be captured, or its graph
+        computes something else; not for functions with `failure_is_local`.
         """
         buffers = self.buffers.of_cache(run.cache)
         runs = self._runs_without_graph.pop(run.key, 0) + 1
-        _add_last(self._runs_without_graph, run.key, runs)
+        _add_bounded(self._runs_without_graph, run.key, runs)
         is_due = call_graphs.capture_now or call_graphs.mode == "graphs" or runs > EAGER_PASSES
         if buffers is None or self.failure is not None or not is_due or run.key in self._refused:
             return None
@@ -181,11 +179,11 @@ class ModuleGraphs:
                 raise ValueError("its results differ from those of an ordinary pass")
             self._keep(graph, run, call_graphs.module, buffers)
         except Exception as error:
-            if run.function.is_optional:
-                _add_last(self._refused, run.key, None)
+            if run.function.failure_is_local:
+                _add_bounded(self._refused, run.key, None)
                 logger.info("%s runs eagerly, as it cannot be captured: %s", type(run.function).__name__, error)
             else:
-                self.give_up(call_graphs, error)
+                self.disable_captures(call_graphs, error)
             return None
         return graph
 
@@ -214,10 +212,10 @@ class ModuleGraphs:
         # Passes before the first graph may have installed hooks, which are part of it: take the fingerprint again.
         if not is_captured(module):
             self._fingerprint = graph_fingerprint(module)
-        _add_last(buffers.graphs, run.key, graph)
+        _add_bounded(buffers.graphs, run.key, graph)
         self._runs_without_graph.pop(run.key, None)
 
-    def give_up(self, call_graphs: CallGraphs, error: Exception) -> None:
+    def disable_captures(self, call_graphs: CallGraphs, error: Exception) -> None:
         """Capture nothing of this module until it changes; with the mode "auto" a warning says why.
 
         Raises:
@@ -234,7 +232,7 @@ class ModuleGraphs:
         logger.warning("%s; it runs eagerly", self.failure)
 
 
-def _add_last(values: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
+def _add_bounded(values: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
     """Add a value for the key of a run; if there are too many, drop the one that was added first."""
     values[key] = value
     if len(values) > MAX_GRAPHS:
@@ -256,26 +254,26 @@ class CallGraphs:
 
     @property
     def is_active(self) -> bool:
-        """Whether functions are captured: nothing has failed, and no function of the module is being run."""
-        return self.module_graphs.failure is None and not self.module_graphs.is_inside_a_run
+        """Whether functions are captured: nothing has failed, and this thread runs no function of the module."""
+        return self.module_graphs.failure is None and not self.module_graphs.is_running_in_this_thread
 
     def move_to_static_buffers(self, cache: RaggedCache, slots: int) -> int:
         """Move the cache into static buffers with at least `slots` free slots per row.
 
-        Returns the number of slots per row; 0 if a function of the module is running, or if there is no memory (mode
-        "auto": nothing is captured afterwards).
+        Returns the number of slots per row; 0 if this thread runs a function of the module, or if there is no memory
+        (mode "auto": nothing is captured afterwards).
 
         Raises:
             torch.OutOfMemoryError: with the mode "graphs", if there is no memory.
         """
-        if self.module_graphs.is_inside_a_run:
+        if self.module_graphs.is_running_in_this_thread:
             return 0
         with self.module_graphs.lock:
             try:
                 cache.reserve(max(cache.lengths) + slots)
                 return self.module_graphs.buffers.adopt(cache)
             except torch.OutOfMemoryError as error:
-                self.module_graphs.give_up(self, error)
+                self.module_graphs.disable_captures(self, error)
                 return 0
 
     def run(
@@ -286,17 +284,19 @@ class CallGraphs:
         slots: int,
         fallback: Callable[[], Fallback],
     ) -> Outputs | Fallback:
-        """The outputs of a function that appends so many slots to each row of a cache.
+        """The outputs of a function that appends `slots` slots to each row of a cache.
 
         Args:
             function: what runs as a graph, if there is one or it is due, see `ModuleGraphs.capture_if_due`.
             inputs: of the function.
             cache: of the call, in static buffers since `move_to_static_buffers`.
             slots: how many slots the function writes after each row.
-            fallback: called where there is no graph, for the value to return: runs the function eagerly on the cache
-                of the call; or does nothing and returns None, for callers that then make the passes themselves.
+            fallback: runs the function eagerly on the cache of the call; or does nothing and returns None, for callers
+                that then make the passes themselves. Where there is no graph, its value is returned. It is also called
+                before the capture of a function without `warm_up_inputs`, for outputs to compare with. So it is called
+                twice if the capture fails: the second run, from the same cache lengths, must give the same result.
         """
-        if self.module_graphs.is_inside_a_run:
+        if self.module_graphs.is_running_in_this_thread:
             return fallback()
         run = _Run(function, inputs, cache, slots, fallback)
         with self.module_graphs.running():
@@ -325,7 +325,7 @@ def graphs_of_call(module: nn.Module, mode: Compile) -> CallGraphs:
     """
     with _lock:
         module_graphs = _module_graphs.setdefault(module, ModuleGraphs())
-    if not module_graphs.is_inside_a_run:
+    if not module_graphs.is_running_in_this_thread:
         module_graphs.drop_stale_graphs(module)
     elif mode == "graphs":
         name = type(module).__name__

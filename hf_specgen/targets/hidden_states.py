@@ -28,7 +28,7 @@ class StepStates:
 
     A step processes the pending token of each row and its draft. With an accepted path of nodes 0 and 2:
 
-        slots of the step        pending   node 0   node 1   node 2
+        queries of the step      pending   node 0   node 1   node 2
         kept                        x         x                 x
         the last one                                            x       chose the row's last token
 
@@ -39,34 +39,34 @@ class StepStates:
     layers: tuple[int, ...]  # the recorded ones, as in `TargetRequirements`
     states: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
     """`[batch, positions, layers * hidden]` of the pass, those of a prompt first."""
-    slots: int = 0  # how many positions at the end of the pass are those of the step
-    kept: tuple[tuple[int, ...], ...] = ()  # the slots that were kept, by row
+    queries: int = 0  # how many positions at the end of the pass are those of the step
+    kept: tuple[tuple[int, ...], ...] = ()  # the queries that were kept, by row: 0 is the pending token, i + 1 node i
     last: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     """`[batch, layers * hidden]` those that chose each row's last token."""
 
     def after_prefill(self, states: torch.Tensor) -> StepStates:
         """Those of the prompt, whose last position counts as the step."""
-        return replace(self, states=states, slots=1, last=states[:, -1].clone())
+        return replace(self, states=states, queries=1, last=states[:, -1].clone())
 
     def after_pass(self, states: torch.Tensor) -> StepStates:
         """Those of a step."""
-        return replace(self, states=states, slots=states.shape[1])
+        return replace(self, states=states, queries=states.shape[1])
 
     def after_commit(self, paths: Sequence[Sequence[int] | None]) -> StepStates:
         """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""
-        begin = self.states.shape[1] - self.slots
+        begin = self.states.shape[1] - self.queries
         kept = tuple(() if path is None else (0, *(1 + node for node in path)) for path in paths)
         last = self.last
         if len(paths) == 1 and kept[0]:  # without a tensor of indices
             last = self.states[:, begin + kept[0][-1]]
-        elif rows := [row for row, slots in enumerate(kept) if slots]:
+        elif rows := [row for row, queries in enumerate(kept) if queries]:
             last = last.clone()
             last[rows] = self.states[rows, [begin + kept[row][-1] for row in rows]]
         return replace(self, kept=kept, last=last)
 
-    def of_row(self, row: int, slots: int) -> torch.Tensor:
-        """`[1, slots, layers * hidden]` the first slots of one row."""
-        return self.states[row : row + 1, :slots]
+    def of_row(self, row: int, queries: int) -> torch.Tensor:
+        """`[1, queries, layers * hidden]` of the first queries of one row."""
+        return self.states[row : row + 1, :queries]
 
     def last_of(self, aux_layers: Sequence[int]) -> torch.Tensor:
         """`last` of some layers: several strategies of a call may read different ones."""
@@ -78,14 +78,14 @@ class StepStates:
         After the prefill these are those of the prompt (padding included), after a step those of the pending token and
         the accepted nodes.
         """
-        begin = self.states.shape[1] - self.slots
+        begin = self.states.shape[1] - self.queries
         states = []
         for row, kept in enumerate(self.kept):
             new = self.states[row, begin : begin + len(kept)]
             if kept and kept[-1] != len(kept) - 1:
                 # Not by a list, for which the host would wait until the GPU has done all that it was given.
-                slots = torch.tensor(kept).to(new.device, non_blocking=new.is_cuda)
-                new = self.states[row, begin:].index_select(0, slots)
+                queries = torch.tensor(kept).to(new.device, non_blocking=new.is_cuda)
+                new = self.states[row, begin:].index_select(0, queries)
             states.append(torch.cat([self.states[row, :begin], new]) if begin else new)
         return [_of_layers(rows, self.layers, aux_layers) for rows in states]
 

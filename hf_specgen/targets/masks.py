@@ -48,29 +48,33 @@ class StepLayout:
     num_slots: int  # how many slots attention reads
     depths: torch.Tensor  # [batch, tokens] in the tree
     ancestors: torch.Tensor  # [batch, queries, tokens] bool
-    visible: torch.Tensor | None = None  # [batch, slots] bool, False for padding
+    padding_mask: torch.Tensor | None = None  # [batch, slots] bool, False for padding
 
     @classmethod
     def after(
-        cls, lengths: Sequence[int], depths: torch.Tensor, ancestors: torch.Tensor, visible: torch.Tensor | None = None
+        cls,
+        lengths: Sequence[int],
+        depths: torch.Tensor,
+        ancestors: torch.Tensor,
+        padding_mask: torch.Tensor | None = None,
     ) -> StepLayout:
         """Of tokens after so many cached ones of each row."""
         starts: Any = lengths[0]
         if len(set(lengths)) > 1:
             starts = torch.tensor(lengths, device=depths.device)[:, None]
-        return cls(starts, max(lengths) + depths.shape[1], depths, ancestors, visible)
+        return cls(starts, max(lengths) + depths.shape[1], depths, ancestors, padding_mask)
 
 
 def full_mask(layout: StepLayout) -> torch.Tensor:
     """`[batch, 1, queries, num_slots]` bool: tokens attend to cached tokens of the row and to their ancestors."""
     starts = layout.starts
-    if isinstance(starts, int) and layout.visible is None:
+    if isinstance(starts, int) and layout.padding_mask is None:
         return pad(layout.ancestors[:, None], (starts, 0), value=True)
     node, is_node = _node_of_slot(layout)  # [batch, num_slots]
     cached = (torch.arange(layout.num_slots, device=node.device) < starts).expand(len(node), -1)
-    if layout.visible is not None:
-        prompt = layout.visible.shape[1]  # later slots are never padding
-        cached = torch.cat([cached[:, :prompt] & layout.visible, cached[:, prompt:]], dim=1)
+    if layout.padding_mask is not None:
+        prompt = layout.padding_mask.shape[1]  # later slots are never padding
+        cached = torch.cat([cached[:, :prompt] & layout.padding_mask, cached[:, prompt:]], dim=1)
     queries = layout.ancestors.shape[1]
     among_nodes = layout.ancestors.gather(2, node[:, None, :].expand(-1, queries, -1))
     return (cached[:, None, :] | (among_nodes & is_node[:, None, :]))[:, None]
@@ -85,8 +89,8 @@ def sliding_mask(layout: StepLayout, window: int) -> torch.Tensor:
 def chunked_mask(layout: StepLayout, chunk_size: int) -> torch.Tensor:
     """`full_mask`, limited to keys in the query's own chunk; chunks are counted from the first token after padding."""
     key, query = _logical_indices(layout)
-    if layout.visible is not None:
-        padding = (layout.visible.cumsum(dim=1) == 0).sum(dim=1)[:, None, None, None]
+    if layout.padding_mask is not None:
+        padding = (layout.padding_mask.cumsum(dim=1) == 0).sum(dim=1)[:, None, None, None]
         key = key - padding
         query = query - padding
     same_chunk = key.div(chunk_size, rounding_mode="floor") == query.div(chunk_size, rounding_mode="floor")
@@ -136,8 +140,8 @@ def _without_padding(rows: int, device: torch.device) -> torch.Tensor:
 class StepMasks:
     """Builds one mask per type of layer; if `required`, also where every query attends to every key."""
 
-    def __init__(self, model: PreTrainedModel, visible: torch.Tensor | None, required: bool = False):
-        self.visible = visible
+    def __init__(self, model: PreTrainedModel, padding_mask: torch.Tensor | None, required: bool = False):
+        self.padding_mask = padding_mask
         self._config: Any = text_config(model)
         self._dtype = model.dtype
         # Such a decoder appends the mask of the encoder's states, which has a batch dimension, to masks of both kinds.
@@ -157,17 +161,17 @@ class StepMasks:
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch only."""
-        self.visible = None if self.visible is None else self.visible[list(rows)]
+        self.padding_mask = None if self.padding_mask is None else self.padding_mask[list(rows)]
 
     def append_rows(self, rows: int, other: StepMasks, new_rows: int) -> None:
         """Add the rows of another such object to those of this one."""
-        if self.visible is None and other.visible is None:
+        if self.padding_mask is None and other.padding_mask is None:
             return
-        visible = [_without_padding(rows, self._device) if self.visible is None else self.visible]
-        visible.append(_without_padding(new_rows, self._device) if other.visible is None else other.visible)
-        slots = max(rows_visible.shape[1] for rows_visible in visible)
-        visible = [pad(rows_visible, (0, slots - rows_visible.shape[1]), value=True) for rows_visible in visible]
-        self.visible = torch.cat(visible)
+        masks = [_without_padding(rows, self._device) if self.padding_mask is None else self.padding_mask]
+        masks.append(_without_padding(new_rows, self._device) if other.padding_mask is None else other.padding_mask)
+        slots = max(mask.shape[1] for mask in masks)
+        masks = [pad(mask, (0, slots - mask.shape[1]), value=True) for mask in masks]
+        self.padding_mask = torch.cat(masks)
 
     def of_step(self, tree: PassTree, lengths: tuple[int, ...], cached: int, first_visible: int) -> Any:
         """The `attention_mask` of a pass over the pending token and the nodes, of which the first `cached` are cached.
@@ -176,7 +180,7 @@ class StepMasks:
         have dropped the first `first_visible` slots.
         """
         queries = 1 + tree.nodes
-        is_equal = len(set(lengths)) == 1 and self.visible is None
+        is_equal = len(set(lengths)) == 1 and self.padding_mask is None
         if self.chains_only and not (tree.is_chain and is_equal):
             raise ValueError(
                 f"{takes_no_mask(self._config)} takes no mask, so it verifies chains of rows that are equally long, "
@@ -192,8 +196,10 @@ class StepMasks:
             else:
                 structure = tree.structure()
             # A row with a longer prompt may have left.
-            visible = None if self.visible is None else self.visible[:, : max(lengths)].to(structure.depths.device)
-            layout = StepLayout.after(lengths, *structure, visible)
+            padding_mask = self.padding_mask
+            if padding_mask is not None:
+                padding_mask = padding_mask[:, : max(lengths)].to(structure.depths.device)
+            layout = StepLayout.after(lengths, *structure, padding_mask)
             for kind in masked:
                 mask = self._of_tree(kind, layout).to(self._device)
                 masks[kind] = self._ready(mask, tree.batch, queries - cached, first_visible if kind in DROPPING else 0)

@@ -26,14 +26,19 @@ from hf_specgen.targets.support import is_rounding, largest_differences
 from hf_specgen.tree import TreeStructure
 
 TEXT_WIDTH = 32
-"""New text that is captured together with levels of a draft is padded to at least so many tokens of each row, so that
-there are few graphs."""
+"""The minimum width that new text is padded to where it is captured together with levels of a draft, so that there are
+few graphs."""
 MAX_CAPTURED = 64
 """Tokens of each row in the longest captured pass of a drafter; longer ones, such as over a prompt, run eagerly."""
+ROWS, SOURCES, DESTINATIONS = range(3)
+"""Indices into the first dimension of `path_moves`."""
 
 
 class PassOutput(NamedTuple):
-    """Logits `[batch, tokens, vocab]` of a pass, and auxiliary hidden states, `[batch, tokens, hidden]` each."""
+    """Logits `[batch, tokens, vocab]`, and auxiliary hidden states `[batch, tokens, hidden]`, of a pass.
+
+    The pass of a decoder alone, without the output layer, has no logits: `logits` is None.
+    """
 
     logits: torch.Tensor
     states: tuple[torch.Tensor, ...] = ()
@@ -52,7 +57,7 @@ class CapturablePass(Capturable[Inputs, PassOutput]):
 
 @dataclass(frozen=True)
 class ModelPass(CapturablePass[dict[str, Any]]):
-    """One forward pass of a model, or of its decoder, whose `logits` are None; its inputs are the model's arguments."""
+    """One forward pass of a model, or of its decoder alone; its inputs are the model's arguments."""
 
     def __call__(self, module: nn.Module, inputs: dict[str, Any], cache: Cache) -> PassOutput:
         with grouped_attention(), _mask_of_each_kind(module, inputs) as inputs:
@@ -76,8 +81,8 @@ def _mask_of_each_kind(model: Any, inputs: dict[str, Any]) -> Iterator[dict[str,
 
 
 @dataclass(frozen=True)
-class MoveSlots(Capturable[torch.Tensor, None]):
-    """Copies the slots of accepted nodes after the pending token, in all layers; its inputs are `cache.path_moves`."""
+class CompactAcceptedPath(Capturable[torch.Tensor, None]):
+    """Copies the slots of accepted nodes to those after the pending token, in all layers; its inputs: `path_moves`."""
 
     def __call__(self, module: nn.Module, inputs: torch.Tensor, cache: Any) -> None:
         buffers = cache.joined
@@ -93,9 +98,7 @@ class MoveSlots(Capturable[torch.Tensor, None]):
 
     def warm_up_inputs(self, inputs: torch.Tensor) -> torch.Tensor:
         """Copies of slots onto themselves."""
-        rows = 0
-        destinations = 2
-        return inputs[[rows, destinations, destinations]]
+        return inputs[[ROWS, DESTINATIONS, DESTINATIONS]]
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ class TreeInputs(NamedTuple):
     tokens: torch.Tensor  # [batch, width] of each row's last token, then its nodes
     offsets: torch.Tensor  # [batch, 2] position minus slot, and the highest position
     structure: TreeStructure | None  # None: chains
-    visible: torch.Tensor | None  # [batch, capacity], False for padding
+    padding_mask: torch.Tensor | None  # [batch, capacity], False for padding
     axes: torch.Tensor | None  # [axes, batch, 1] see `CallInputs.axes`
     others: dict[str, Any]
 
@@ -149,12 +152,12 @@ class TreePass(LayoutPass, CapturablePass[TreeInputs]):
         structure = inputs.structure
         if structure is None:
             structure = TreeStructure.of_captured_chains(batch, width - 1, inputs.tokens.device)
-        layout = StepLayout(layer.next_slots, layer.get_mask_sizes(0)[0], *structure, inputs.visible)
+        layout = StepLayout(layer.next_slots, layer.get_mask_sizes(0)[0], *structure, inputs.padding_mask)
         offsets, last = inputs.offsets.split(1, dim=1)
         return self.run_on(module, inputs.tokens, layout, offsets, cache, last, axes=inputs.axes, **inputs.others)
 
 
-class LevelOutput(NamedTuple):
+class DrafterPassOutput(NamedTuple):
     """What a drafter's pass over nodes, or over new text, returns, each `[batch, new, …]`."""
 
     logits: torch.Tensor
@@ -172,19 +175,19 @@ class DrafterInputs(NamedTuple):
     is_text: bool = False
 
 
-class Level(Protocol):
-    """One pass of a drafter in a captured function over several levels; equal passes compute the same."""
+class DrafterPass(Protocol):
+    """A forward pass of a drafter, in a captured function over several levels; equal ones compute the same."""
 
-    def __call__(self, module: nn.Module, inputs: DrafterInputs, cache: Cache) -> LevelOutput:
+    def __call__(self, module: nn.Module, inputs: DrafterInputs, cache: Cache) -> DrafterPassOutput:
         """Run over nodes or new text."""
 
 
-class ModelLevel(LayoutPass):
-    """The `level` of `CapturablePasses` for a draft model: a pass over nodes or new text, without hidden states."""
+class DraftModelPass(LayoutPass):
+    """The pass of a draft model over nodes or new text, without hidden states, for `CapturablePasses`."""
 
-    def __call__(self, module: nn.Module, inputs: DrafterInputs, cache: Cache) -> LevelOutput:
+    def __call__(self, module: nn.Module, inputs: DrafterInputs, cache: Cache) -> DrafterPassOutput:
         assert inputs.offsets is not None
-        return LevelOutput(self.run_on(module, inputs.tokens, inputs.layout, inputs.offsets, cache).logits)
+        return DrafterPassOutput(self.run_on(module, inputs.tokens, inputs.layout, inputs.offsets, cache).logits)
 
 
 class NewText(NamedTuple):
@@ -192,11 +195,11 @@ class NewText(NamedTuple):
 
     counts: torch.Tensor  # [batch]
     tokens: torch.Tensor  # [batch, width], padded on the right
-    features: torch.Tensor | None = None  # [batch, width, …] what a head reads with them
+    features: torch.Tensor | None = None  # [batch, width, size] what a head reads with them
 
     @classmethod
     def of(cls, texts: Sequence[Sequence[int]], features: torch.Tensor | None = None) -> NewText:
-        """Of the tokens of each row, and features `[batch, longest, …]`; padded to a width of captured passes."""
+        """Of the tokens of each row, and features `[batch, longest, size]`; padded to a width of captured passes."""
         counts = torch.tensor([len(text) for text in texts])
         width = max(TEXT_WIDTH, padded_tokens(max(map(len, texts))))
         tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts])
@@ -206,17 +209,17 @@ class NewText(NamedTuple):
 class CapturablePasses(NamedTuple):
     """What a drafter provides for passes over several levels of a draft tree in one captured function.
 
-    After the captured function, `store_text` receives what `level` returned for the last token of the new text of each
-    row, except the logits. `store_levels` receives the states of the last level, `[batch, nodes, hidden]`, and how many
-    nodes of each row have been expanded since the root of the tree.
+    After the captured function, `store_text` receives what `drafter_pass` returned for the last token of the new text
+    of each row, except the logits. `store_levels` receives the states of the last level, `[batch, nodes, hidden]`, and
+    how many nodes of each row have been expanded since the root of the tree.
     """
 
     graphs: CallGraphs
     cache: RaggedCache
-    level: Level
+    drafter_pass: DrafterPass
     store_levels: Callable[[torch.Tensor | None, int], None]
     states: torch.Tensor | None = None  # [batch, nodes, hidden] of the nodes of the last pass
-    visible: torch.Tensor | None = None  # [batch, slots] bool, False for padding
+    padding_mask: torch.Tensor | None = None  # [batch, slots] bool, False for padding
     offsets: torch.Tensor | None = None  # [batch, 1] position minus slot
     text: NewText | None = None  # what is processed before the levels
     store_text: Callable[[Sequence[torch.Tensor]], None] | None = None  # where there is such text

@@ -39,7 +39,7 @@ class RowTarget(Target):
         """Make a common target with this row as the first one, which shares its cache; `append_rows` adds others."""
         common = self.copy()
         common._layout = self._layout.copy()
-        common._masks = StepMasks(self.model, self._masks.visible)
+        common._masks = StepMasks(self.model, self._masks.padding_mask)
         self.has_common = True
         return common
 

@@ -25,9 +25,9 @@ from hf_specgen.targets.model_parts import compares_slots, decoder_config, keeps
 from hf_specgen.targets.passes import (
     CapturablePass,
     CapturablePasses,
-    ModelLevel,
+    CompactAcceptedPath,
+    DraftModelPass,
     ModelPass,
-    MoveSlots,
     NewText,
     PassOutput,
     TreeInputs,
@@ -189,10 +189,10 @@ class Target:
         longest = levels + (0 if text is None else text.tokens.shape[1])
         if len(self.rows) < self.batch or max(next_positions) + longest > self.last_position:
             return None
-        level = ModelLevel(self._pass, self._step_masks)
+        drafter_pass = DraftModelPass(self._pass, self._step_masks)
         offsets = torch.tensor(self._layout.offsets)[:, None]
-        capturable = CapturablePasses(graphs, self.cache, level, self._store_levels)
-        return capturable._replace(visible=self._masks.visible, offsets=offsets, text=text)
+        capturable = CapturablePasses(graphs, self.cache, drafter_pass, self._store_levels)
+        return capturable._replace(padding_mask=self._masks.padding_mask, offsets=offsets, text=text)
 
     def pass_shape(self, tokens: int) -> tuple[int, int]:
         """How many rows, and tokens of each, a pass over so many tokens of each row computes."""
@@ -284,11 +284,11 @@ class Target:
         tokens = step.inputs["input_ids"]
         structure = None if tree.is_chain else tree.structure()
         offsets = self._layout.offsets_and_limits(tree, self.cache.lengths, step.active)
-        visible = self._masks.visible
-        if visible is not None:
-            visible = pad(visible, (0, capacity - visible.shape[1]), value=True)
+        padding_mask = self._masks.padding_mask
+        if padding_mask is not None:
+            padding_mask = pad(padding_mask, (0, capacity - padding_mask.shape[1]), value=True)
         others = self._inputs.others(tokens.shape[1])
-        return TreeInputs(tokens, offsets, structure, visible, self._inputs.axes, others)
+        return TreeInputs(tokens, offsets, structure, padding_mask, self._inputs.axes, others)
 
     def copy(self) -> Self:
         """A target with the same cache, for passes that must not change the hidden states of the last step.
@@ -310,7 +310,7 @@ class Target:
     def _move_captured(self, moves: torch.Tensor) -> None:
         """Copy the keys and values of accepted paths into place, as a graph once it was captured."""
         assert self._graphs is not None
-        self._graphs.run(MoveSlots(), moves, self.cache, 0, partial(self.cache.move, moves))
+        self._graphs.run(CompactAcceptedPath(), moves, self.cache, 0, partial(self.cache.move, moves))
 
     def rewind(self, kept: Sequence[int]) -> None:
         """Cut the cache of each row to the prompt and the first `kept` generated tokens."""

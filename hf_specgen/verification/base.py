@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
 from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree, children
@@ -47,11 +45,11 @@ class VerificationSession(ABC):
     Attributes:
         processors: applies the logits processors of the call at the nodes of a draft.
         wants_q: whether a draft that was sampled should carry the probabilities it was sampled with (`DraftTree.q`).
-        expected: of each row what is likely to be sampled, by the noise that it is sampled with; empty if unknown.
+        predicted_tokens: for each row, the tokens that an earlier run sampled with the same noise; empty if unknown.
     """
 
     wants_q = False
-    expected: Sequence[Sequence[int]] = ()
+    predicted_tokens: Sequence[Sequence[int]] = ()
     _has_failed = False
 
     def __init__(self, call: Call):
@@ -67,48 +65,53 @@ class VerificationSession(ABC):
 
     @abstractmethod
     def choose(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
+        self,
+        scores: torch.Tensor,
+        token_indices: Sequence[Sequence[int]],
+        tree: DraftTree,
+        nodes: Sequence[Sequence[int]],
     ) -> torch.Tensor:
         """Choose the token that follows each of the given nodes (all nodes of the tree, or one per row).
 
         Args:
-            scores: `[batch, slots, vocab]` processed scores, float32 unless a processor has returned another dtype.
-            steps: `[batch][slots]` which generated token each slot decides, 0 the first. Empty if nothing is sampled.
-            tree: the draft. A slot that chooses the token of one of its node's children accepts that child.
-            nodes: `[batch][slots]` the tree node that each slot follows; -1 is the row's last token. Where a row has
-                fewer nodes than others, the choices of its last slots are ignored.
+            scores: `[batch, queries, vocab]` processed scores, float32 unless a processor has returned another dtype.
+            token_indices: `[batch][queries]` the index of the generated token that each query decides, 0 the first.
+                Read only if tokens are sampled; may be empty otherwise.
+            tree: the draft. A query that chooses the token of one of its node's children accepts that child.
+            nodes: `[batch][queries]` the tree node that each query follows; -1 is the row's last token. Where a row has
+                fewer nodes than others, the choices of its last queries are ignored.
 
         Returns:
-            `[batch, slots]` tokens; `INVALID` where the scores are no distribution to sample from.
+            `[batch, queries]` tokens; `INVALID` where the scores are no distribution to sample from.
         """
 
     def draft_scores(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
+        self, scores: torch.Tensor, token_indices: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Scores of each token as a draft token: their softmax estimates how likely it is to be accepted.
 
         Args:
             scores: `[batch, positions, …, draft vocab]` the draft's scores after its processors, on any device.
-            steps: `[batch][positions]` which generated token each draft token is for, or `[batch][1]` if all of a row
-                are for the same; ignored for rows that take no part.
+            token_indices: `[batch][positions]` the index of the generated token that each draft token is for, or
+                `[batch][1]` if all of a row are for the same; ignored for rows that take no part.
             tokens: `[batch, positions, draft vocab]` the ids, if the scores are not those of tokens 0, 1, 2, …
 
         Returns:
             Of the shape of the scores: by default these, perturbed by `draft_noise` where that is not None.
         """
-        return with_noise(scores, self.draft_noise(steps, scores.device), tokens)
+        return with_noise(scores, self.draft_noise(token_indices, scores.device), tokens)
 
     @property
     def score_processors(self) -> ScoreProcessors:
-        """The logits processors that a drafter's logits pass through: those of the call that read the scores alone."""
+        """The logits processors that a drafter's logits pass through: the score-only ones of the call."""
         return self.call.draft_processors or self.processors.score_processors
 
     @property
-    def shares_noise(self) -> bool:
-        """Whether `draft_scores` follow from the scores and `draft_noise` alone."""
+    def uses_draft_noise_only(self) -> bool:
+        """Whether `draft_scores` depend on the scores and `draft_noise` alone."""
         return type(self).draft_scores is VerificationSession.draft_scores
 
-    def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
+    def draft_noise(self, token_indices: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
         """`[batch, positions, vocab]` the noise with which the target samples generated tokens, if it is known."""
         return None
 
@@ -160,7 +163,9 @@ class VerificationSession(ABC):
                     return None
                 if not emitted:
                     raise RuntimeError(INVALID_SCORES)
-                self._has_failed |= bool(self.processors.stateful)  # which must not be called for that token again
+                self._has_failed |= bool(
+                    self.processors.may_be_stateful
+                )  # which must not be called for that token again
             result.paths[row] = path[: emitted - 1]
             result.tokens[row] = tokens[:emitted]
             result.accepted[row] = min(len(path), emitted)
@@ -173,10 +178,10 @@ class VerificationSession(ABC):
     def _choose_at_once(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> ChosenPaths:
         """Choose the token after every node, then follow the choices down the tree."""
         scores = self.processors.score_processors(logits)
-        steps = self._steps(tree, active) if self.call.do_sample else []
-        choices = self.choose(scores, steps, tree, [range(-1, tree.nodes)] * tree.batch)
+        token_indices = self._token_indices(tree, active) if self.call.do_sample else []
+        choices = self.choose(scores, token_indices, tree, [range(-1, tree.nodes)] * tree.batch)
         chosen = tree.read_with(choices)
-        # The argmax of a slot whose logits are all NaN is token 0.
+        # The argmax of a query whose logits are all NaN is token 0.
         if tree.nodes and any(0 in tokens for tokens in chosen):
             pairs = zip(chosen, are_nan(logits).tolist(), strict=True)
             chosen = [[INVALID if nan else token for token, nan in zip(*pair, strict=True)] for pair in pairs]
@@ -200,31 +205,31 @@ class VerificationSession(ABC):
         nodes = [-1] * tree.batch  # the last accepted node of each row
         paths: dict[int, list[int]] = {row: [] for row in range(tree.batch) if active[row]}
         emitted: dict[int, list[int]] = {row: [] for row in paths}
-        scores = [dict[int, torch.Tensor]() for _ in active]  # by row and slot
+        scores = [dict[int, torch.Tensor]() for _ in active]  # by row and query
         logits_of = [dict[int, torch.Tensor]() for _ in active]
         undecided_rows = list(paths)  # rows whose last choice was a draft token, after which another one may follow
         must_stop = False  # because of a lockstep processor or a stopping criterion
         scores_by_position = list[torch.Tensor]()
-        early_criteria = criteria if self.processors.stateful else None
+        early_criteria = criteria if self.processors.may_be_stateful else None
         with state.tentative():
             while undecided_rows and not must_stop:
                 # The first position that is not decided; the choices count for the rows that have reached it.
-                step = min(len(state.generated[row]) for row in undecided_rows)
+                index = min(len(state.generated[row]) for row in undecided_rows)
                 logits_at = torch.stack([logits[row, node + 1] for row, node in enumerate(nodes)])
-                processed = self.processors.scores_at(step, logits_at)
-                choices = self.choose(processed[:, None], [[step]] * tree.batch, tree, [[node] for node in nodes])
+                processed = self.processors.scores_at(index, logits_at)
+                choices = self.choose(processed[:, None], [[index]] * tree.batch, tree, [[node] for node in nodes])
                 tokens = tree.read_with(choices)
-                for row in [row for row in undecided_rows if len(state.generated[row]) == step]:
+                for row in [row for row in undecided_rows if len(state.generated[row]) == index]:
                     [token] = tokens[row]
-                    slot = nodes[row] + 1
-                    scores[row][slot] = processed[row]
-                    logits_of[row][slot] = logits_at[row]
+                    query = nodes[row] + 1
+                    scores[row][query] = processed[row]
+                    logits_of[row][query] = logits_at[row]
                     emitted[row].append(token)
                     child = None
                     has_ended = False
                     if token != INVALID:
                         state.append(row, [token])
-                        siblings = children(tree.parents[row])[slot]
+                        siblings = children(tree.parents[row])[query]
                         has_ended = state.has_ended(row)
                         child = next((node for node in siblings if draft_tokens[row][node] == token), None)
                     if child is not None:
@@ -235,97 +240,17 @@ class VerificationSession(ABC):
                         must_stop |= bool(self.processors.lockstep) and not has_ended
                 scores_by_position.append(processed)
                 if early_criteria and not any(INVALID in tokens for tokens in emitted.values()):
-                    must_stop |= early_criteria.would_stop(1 + step, scores_by_position)
+                    must_stop |= early_criteria.would_stop(1 + index, scores_by_position)
         return ChosenPaths({row: (paths[row], emitted[row]) for row in paths}, scores, logits_of)
 
-    def _steps(self, tree: DraftTree, active: Sequence[bool]) -> list[list[int]]:
-        """Which generated token is chosen at each node; for rows that take no part, steps of an active row."""
+    def _token_indices(self, tree: DraftTree, active: Sequence[bool]) -> list[list[int]]:
+        """The index of the token that each query decides; for rows that take no part, those of an active row."""
         lengths = [len(tokens) for tokens in self.call.state.generated]
         earliest = min(length for length, is_active in zip(lengths, active, strict=True) if is_active)
         return [
             [(length if is_active else earliest) + depth for depth in tree.depths(row)]
             for row, (length, is_active) in enumerate(zip(lengths, active, strict=True))
         ]
-
-
-class Nodes(NamedTuple):
-    """The nodes of draft trees, `[batch, nodes]`: tokens, slots of their parents, and whether they are no padding."""
-
-    tokens: torch.Tensor
-    parents: torch.Tensor
-    are_real: torch.Tensor
-
-    @classmethod
-    def of_tree(cls, tree: DraftTree, device: torch.device) -> Nodes:
-        """The tensors on a device; slot 0 is a row's last token, slot ``i + 1`` its node ``i``."""
-        padded = [[*(parent + 1 for parent in row), *[-1] * (tree.nodes - len(row))] for row in tree.parents]
-        parents = torch.tensor(padded, dtype=torch.long, device=device)
-        tokens = torch.tensor(tree.token_lists(), dtype=torch.long) if tree.keeps_placeholders else tree.tokens
-        tokens = tokens.to(device)
-        return cls(tokens.clamp(min=0), parents.clamp(min=0), (parents >= 0) & (tokens >= 0))
-
-
-class PathSession(VerificationSession):
-    """A session that accepts whole paths of a draft tree, rather than choosing a token after each node.
-
-    Acceptance tests and bonus tokens use torch's global generator, of which the draft tokens must be independent: they
-    are sampled with a generator of their own. Its seed is drawn from the global one, so a seeded run is reproducible.
-    """
-
-    def __init__(self, call: Call):
-        super().__init__(call)
-        self._seed = int(torch.randint(2**62, ())) if call.do_sample else 0
-        self._generators: dict[torch.device, torch.Generator] = {}
-
-    def draft_scores(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """In descending order, a sample without replacement from `softmax(scores)`."""
-        device = scores.device
-        scores = super().draft_scores(scores, steps, tokens)
-        if not self.call.do_sample:
-            return scores
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-        return scores - exponential(scores.shape, device, self._generators[device]).log()
-
-    @abstractmethod
-    def accept(self, scores: torch.Tensor, tree: DraftTree, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[batch]` the last accepted slot of each row, and the token that follows it.
-
-        That token is `[batch, 1]`; or `[batch, slots]` for every slot, of which that of the last accepted one is used.
-        `scores` are `[batch, slots, vocab]`, after each row's last token and after each node.
-        """
-
-    def choose(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        # One node of each row, as processors read the text: verify its children alone, as a tree of depth 1.
-        if len(nodes[0]) == 1 and tree.nodes:
-            tree = _children_only(tree, [node for [node] in nodes])
-            scores = scores.expand(-1, 1 + tree.nodes, -1)
-        drafted = Nodes.of_tree(tree, scores.device)
-        last, following = self.accept(scores.float(), tree, drafted)
-        # The token after each slot: on the path that of the next node, after its last node `following`. Nodes off the
-        # path write theirs to one slot more, which is cut off.
-        rows = torch.arange(len(last), device=last.device)
-        slots = scores.shape[1]
-        on_path = tree.structure().ancestors.to(last.device)[rows, last][:, 1:]  # padding comes last: never an ancestor
-        chosen = pad(following.expand(-1, slots), (0, 1))
-        chosen.scatter_(1, torch.where(on_path, drafted.parents, slots), drafted.tokens)
-        return chosen[:, : len(nodes[0])]
-
-
-def _children_only(tree: DraftTree, nodes: Sequence[int]) -> DraftTree:
-    """The children of one node of each row."""
-    children_of = [children(parents) for parents in tree.parents]
-    kept = [slots[node + 1] if node + 1 < len(slots) else () for slots, node in zip(children_of, nodes, strict=True)]
-    tokens = [[drafted[node] for node in row] for drafted, row in zip(tree.token_lists(), kept, strict=True)]
-    q = tree.q
-    width = max(map(len, kept))
-    if q is not None:
-        q = torch.stack([q[index, [*row, *[0] * (width - len(row))]] for index, row in enumerate(kept)])
-    return DraftTree(tokens, tuple((-1,) * len(row) for row in kept), q)
 
 
 def argmax(scores: torch.Tensor) -> torch.Tensor:
@@ -343,7 +268,7 @@ def argmax(scores: torch.Tensor) -> torch.Tensor:
 
 
 def are_nan(logits: torch.Tensor) -> torch.Tensor:
-    """`[batch, slots]` whether logits `[batch, slots, vocab]` are NaN, as all of them are if the last state is."""
+    """`[batch, queries]` whether logits `[batch, queries, vocab]` are NaN, as all of them are if the last state is."""
     return logits[..., 0].isnan()
 
 

@@ -5,13 +5,13 @@ Gumbel-max trick). It does not depend on the draft. A draft model that divides q
 numbers) agrees with the target far more often than one that samples independently: the two samples are coupled.
 
 `torch.multinomial(p, 1)` draws one tensor of exponential noise ``e`` per decoding step, shaped like ``p``, and returns
-``argmax(p / e)``. So the randomness of step ``t`` does not depend on the probabilities. `NoiseBuffer` draws the tensors
-that plain sampling would draw, in the same order, and keeps them by step: the target's token in step ``t`` of row ``b``
-is ``argmax(p / noise[t][b])``, whenever it is verified.
+``argmax(p / e)``. So the randomness of token ``t`` does not depend on the probabilities. `NoiseBuffer` draws the
+tensors that plain sampling would draw, in the same order, and keeps them by token index: the target's token ``t`` of
+row ``b`` is ``argmax(p / noise[t][b])``, whenever it is verified.
 
 With a history, rejection sampling becomes this rule too, with noise of its own: that of an earlier answer to the same
-prompt (`RepeatedSession`). Given the weights, ``argmax(p / e)`` has distribution p for exponential noise that does not
-depend on them, so the text has the target's distribution, whichever tokens are drafted. And where the earlier model
+prompt (`ReusedNoiseSession`). Given the weights, ``argmax(p / e)`` has distribution p for exponential noise that does
+not depend on them, so the text has the target's distribution, whichever tokens are drafted. And where the earlier model
 chose ``argmax(q / e)``, both choices are the same token with probability
 ``sum_v 1 / sum_w max(p_w / p_v, q_w / q_v) >= (1 - d) / (1 + d)``, d the total variation distance of p and q: an old
 answer is mostly kept where the weights have changed little.
@@ -28,14 +28,14 @@ import torch
 
 from hf_specgen import random_state
 from hf_specgen.call import Call
-from hf_specgen.random_state import NoiseSeeds
+from hf_specgen.random_state import NoiseSeed, NoiseSeeds
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import VerificationSession, Verifier, argmax, exponential_race
 
 MAX_NOISE_BYTES = 256 * 2**20
-"""Memory of buffered noise; limits how far rows may be apart: 64 steps for 8 rows and a vocabulary of 131,072."""
-MIN_BUFFERED_STEPS = 16
-"""Minimum number of buffered steps, for any batch and vocabulary: with few, fast rows would wait in most steps."""
+"""Memory of buffered noise; limits how far rows may be apart: 64 tokens for 8 rows and a vocabulary of 131,072."""
+MIN_BUFFERED_TOKENS = 16
+"""Minimum number of tokens with buffered noise, for any batch and vocabulary: with few, fast rows often wait."""
 
 
 class CoupledVerifier(Verifier):
@@ -66,7 +66,11 @@ class _CoupledSession(VerificationSession):
         return [self.call.seed]
 
     def choose(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
+        self,
+        scores: torch.Tensor,
+        token_indices: Sequence[Sequence[int]],
+        tree: DraftTree,
+        nodes: Sequence[Sequence[int]],
     ) -> torch.Tensor:
         if not self.call.do_sample:
             return argmax(scores)
@@ -78,14 +82,14 @@ class _CoupledSession(VerificationSession):
                 device = self.call.state.device
                 generators = [torch.Generator(device).manual_seed(seed) for seed in self._seeds()]
             self._noise = NoiseBuffer(batch, vocab, generators, scores.dtype)
-        return exponential_race(scores.softmax(dim=-1), self._noise.at(steps))
+        return exponential_race(scores.softmax(dim=-1), self._noise.at(token_indices))
 
-    def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
+    def draft_noise(self, token_indices: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
         """The noise that the target samples with: where q is close to p, the two argmaxes mostly agree."""
         if not self.call.do_sample:
             return None
         assert self._noise is not None, "the prefill chooses before anything is drafted"
-        return self._noise.at([[max(step, self._emitted) for step in row] for row in steps]).to(device)
+        return self._noise.at([[max(index, self._emitted) for index in row] for row in token_indices]).to(device)
 
     def max_row_skew(self) -> float:
         return self._noise.max_row_skew if self._noise else super().max_row_skew()
@@ -103,8 +107,8 @@ class _CoupledSession(VerificationSession):
         self._noise = self._generator = None
 
 
-class RepeatedSession(_CoupledSession):
-    """Samples with the noise of earlier answers to the same prompts, which are the expected outputs, or with new noise.
+class ReusedNoiseSession(_CoupledSession):
+    """Samples with the noise of earlier answers to the same prompts, which are the predicted tokens, or with new noise.
 
     A row takes the seed of an answer that other weights have sampled; no two rows take the same one. So rows are
     independent of each other, and of everything that these weights have sampled; they depend on the earlier answers.
@@ -114,8 +118,14 @@ class RepeatedSession(_CoupledSession):
         super().__init__(call)
         weights = weights_hash(call.model)
         self._store = seeds
-        self._noise_seeds = [seeds.take(prompt, weights) for prompt in call.state.prompts]
-        self.expected = [seed.answer for seed in self._noise_seeds]
+        self._noise_seeds: list[NoiseSeed] = []
+        try:
+            for prompt in call.state.prompts:
+                self._noise_seeds.append(seeds.take(prompt, weights))
+        except BaseException:  # Ctrl-C too
+            self._put_seeds_back()
+            raise
+        self.predicted_tokens = [seed.answer for seed in self._noise_seeds]
 
     def _take_generator(self) -> torch.Generator | None:
         return None
@@ -123,8 +133,17 @@ class RepeatedSession(_CoupledSession):
     def _seeds(self) -> list[int]:
         return [seed.seed for seed in self._noise_seeds]
 
+    def _put_seeds_back(self) -> None:
+        """Return the seeds as they were, where nothing was sampled with them."""
+        for prompt, seed in zip(self.call.state.prompts, self._noise_seeds, strict=False):
+            self._store.put_back(prompt, seed)
+
     def end(self, positions: int) -> None:
+        has_sampled = self._noise is not None
         super().end(positions)
+        if not has_sampled:
+            self._put_seeds_back()
+            return
         state = self.call.state
         for prompt, seed, answer in zip(state.prompts, self._noise_seeds, state.generated, strict=True):
             self._store.keep(prompt, seed, list(answer))
@@ -142,10 +161,10 @@ def weights_hash(model: torch.nn.Module | None) -> int:
 
 
 class NoiseBuffer:
-    """Exponential noise for each decoding step, drawn ahead as needed; `rewind` undoes what was drawn too much.
+    """Exponential noise for each generated token, drawn ahead as needed; `rewind` undoes what was drawn too much.
 
     Args:
-        batch, vocab: rows, and values of each in a step.
+        batch, vocab: rows, and values of each for a token.
         generators: one, which draws for all rows at once as `torch.multinomial` does; or one for each row.
         dtype: of the probabilities, which is what `torch.multinomial` draws its noise in.
     """
@@ -154,40 +173,40 @@ class NoiseBuffer:
         self, batch: int, vocab: int, generators: Sequence[torch.Generator], dtype: torch.dtype = torch.float32
     ):
         check_multinomial(generators[0].device, dtype)
-        # How many steps the fastest row may be ahead of the slowest.
-        self.max_row_skew = max(MIN_BUFFERED_STEPS, MAX_NOISE_BYTES // (4 * batch * vocab))
-        self._shape = (batch // len(generators), vocab)  # of what each generator draws for a step
+        # How many tokens the fastest row may be ahead of the slowest.
+        self.max_row_skew = max(MIN_BUFFERED_TOKENS, MAX_NOISE_BYTES // (4 * batch * vocab))
+        self._shape = (batch // len(generators), vocab)  # of what each generator draws for a token of every row
         self._dtype = dtype
         self._generators = generators
         self._drawn = 0
-        self._noise: dict[int, torch.Tensor] = {}  # `[batch, vocab]` by step
-        self._states: dict[int, list[torch.Tensor]] = {}  # of the generators, before each step
+        self._noise: dict[int, torch.Tensor] = {}  # `[batch, vocab]` by token index
+        self._states: dict[int, list[torch.Tensor]] = {}  # of the generators, before each token
 
-    def at(self, steps: Sequence[Sequence[int]]) -> torch.Tensor:
-        """`[batch, steps, vocab]` the noise of each row at its own steps; drawn as needed."""
-        while self._drawn <= max(map(max, steps)):
+    def at(self, token_indices: Sequence[Sequence[int]]) -> torch.Tensor:
+        """`[batch, indices, vocab]` the noise of each row for the tokens with its indices; drawn as needed."""
+        while self._drawn <= max(map(max, token_indices)):
             self._states[self._drawn] = [generator.get_state() for generator in self._generators]
             noise = [self._drawn_from(generator) for generator in self._generators]
             self._noise[self._drawn] = noise[0] if len(noise) == 1 else torch.cat(noise)
             self._drawn += 1
-        slices = [self._noise[step][row] for row, row_steps in enumerate(steps) for step in row_steps]
-        return torch.stack(slices).view(len(steps), -1, self._shape[1])
+        slices = [self._noise[index][row] for row, indices in enumerate(token_indices) for index in indices]
+        return torch.stack(slices).view(len(token_indices), -1, self._shape[1])
 
     def _drawn_from(self, generator: torch.Generator) -> torch.Tensor:
         """The next noise of a generator."""
         return torch.empty(self._shape, dtype=self._dtype, device=generator.device).exponential_(generator=generator)
 
-    def release(self, step: int) -> None:
-        """Drop the noise before `step`, which no row needs any more."""
-        for past in [drawn for drawn in self._noise if drawn < step]:
+    def release(self, index: int) -> None:
+        """Drop the noise of tokens before this index, which no row needs any more."""
+        for past in [drawn for drawn in self._noise if drawn < index]:
             del self._noise[past]
             if past > 0:  # a call that is refused in a later step is undone up to its beginning
                 del self._states[past]
 
-    def rewind(self, step: int) -> None:
-        """Set the generators to the state in which plain `generate` leaves them after `step` tokens."""
-        if step < self._drawn:
-            for generator, state in zip(self._generators, self._states[step], strict=True):
+    def rewind(self, count: int) -> None:
+        """Set the generators to the state in which plain `generate` leaves them after `count` tokens."""
+        if count < self._drawn:
+            for generator, state in zip(self._generators, self._states[count], strict=True):
                 generator.set_state(state)
 
 

@@ -22,7 +22,7 @@ from transformers.generation.stopping_criteria import (
 from hf_specgen.call import Call
 from hf_specgen.verification.processors import checked
 
-BUILT_IN_CRITERIA = (EosTokenCriteria, MaxLengthCriteria)
+REPLACED_CRITERIA = (EosTokenCriteria, MaxLengthCriteria)
 """Criteria that are not called: `GenerationState.stop_ids` and `max_length` have the same effect."""
 WITHOUT_SCORES = (MaxTimeCriteria, StopStringCriteria)  # criteria that do not read the scores that they receive
 
@@ -31,14 +31,14 @@ class CustomCriteria:
     """The stopping criteria of a call without those that `GenerationState` applies; false if there are none."""
 
     def __init__(self, criteria: Sequence[Any], call: Call):
-        self._criteria = StoppingCriteriaList([one for one in criteria if type(one) not in BUILT_IN_CRITERIA])
+        self._criteria = StoppingCriteriaList([one for one in criteria if type(one) not in REPLACED_CRITERIA])
         self._state = call.state
         self._do_sample = call.do_sample
         self._early_stops: dict[int, list[bool]] = {}  # by position: called by verification, not emitted yet
         # Processed scores `[batch, vocab]` of the emitted positions, to which `OutputCollector` appends; None unless
         # the caller asked for scores, as criteria then receive none. And whether a criterion may read them.
         self.scores: list[torch.Tensor] | None = [] if call.keeps_scores else None
-        self.reads_scores = not all(isinstance(criterion, WITHOUT_SCORES) for criterion in self._criteria)
+        self.needs_scores = not all(isinstance(criterion, WITHOUT_SCORES) for criterion in self._criteria)
 
     def __bool__(self) -> bool:
         return bool(self._criteria)

@@ -37,11 +37,13 @@ SCORE_ONLY = _classes(
     "TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper TopHLogitsWarper MinPLogitsWarper TypicalLogitsWarper "
     "EpsilonLogitsWarper EtaLogitsWarper InfNanRemoveLogitsProcessor LogitNormalization SuppressTokensLogitsProcessor"
 )
-READS_SCORES = _classes("TopHLogitsWarper EtaLogitsWarper")
+READS_ON_HOST = _classes("TopHLogitsWarper EtaLogitsWarper")
 """Score-only processors that read scores on the host, which a CUDA graph cannot repeat."""
 REMOVES_NAN = _classes("InfNanRemoveLogitsProcessor")
 """Processors that replace NaN in scores, so that these no longer show that hidden states of the step were NaN."""
-STATEFUL = _classes("UnbatchedClassifierFreeGuidanceLogitsProcessor SynthIDTextWatermarkLogitsProcessor")
+STATEFUL_OF_TRANSFORMERS = _classes(
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor SynthIDTextWatermarkLogitsProcessor"
+)
 ROW_WISE = _classes(
     "MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor RepetitionPenaltyLogitsProcessor "
     "EncoderRepetitionPenaltyLogitsProcessor NoRepeatNGramLogitsProcessor EncoderNoRepeatNGramLogitsProcessor "
@@ -93,11 +95,13 @@ def checked(
 
 
 def undo_of(functions: Sequence[Any]) -> Callable[[], None]:
-    """Returns what sets the attributes of a user's functions, such as counters, back to their present values.
+    """Returns a function that resets the attributes of user-defined functions, such as counters, to present values.
 
-    Of Transformers' own processors those that keep a state, which a user may have made.
+    It also resets those of Transformers' own stateful processors.
     """
-    functions = [function for function in functions if is_user_defined(function) or type(function) in STATEFUL]
+    functions = [
+        function for function in functions if is_user_defined(function) or type(function) in STATEFUL_OF_TRANSFORMERS
+    ]
     attributes = [vars(function) for function in functions if hasattr(function, "__dict__")]
     copies = [{name: _copied(value) for name, value in values.items()} for values in attributes]
     generators = [value for values in attributes for value in values.values() if isinstance(value, torch.Generator)]
@@ -150,14 +154,14 @@ class ScoreProcessors:
         return cls(score_only, tuple(settings))
 
     @property
-    def reads_scores(self) -> bool:
+    def reads_on_host(self) -> bool:
         """Whether scores are read on the host."""
-        return any(type(one) in READS_SCORES for one in self.processors)
+        return any(type(one) in READS_ON_HOST for one in self.processors)
 
     @property
     def hides_nan(self) -> bool:
         """Whether NaN logits may be followed by scores that are numbers, or are read on the host."""
-        return any(type(one) in READS_SCORES | REMOVES_NAN for one in self.processors)
+        return any(type(one) in READS_ON_HOST | REMOVES_NAN for one in self.processors)
 
     def __call__(self, scores: torch.Tensor, all_tokens: bool = True) -> torch.Tensor:
         """`[…, vocab]` to the same; processors that name tokens are left out unless the scores are of all tokens."""
@@ -181,10 +185,10 @@ class LogitsPipeline:
         kinds = [type(processor) for processor in processors]
         self.score_only = all(kind in SCORE_ONLY for kind in kinds)  # whether `score_processors` are all processors
         supported = SCORE_ONLY | ROW_WISE
-        dependent = [one for one in processors if type(one) not in supported and not getattr(one, "row_wise", False)]
-        self.stateful = [name_of(one) for one in dependent]
+        others = [one for one in processors if type(one) not in supported and not getattr(one, "row_wise", False)]
+        self.may_be_stateful = [name_of(one) for one in others]
         """The processors that may keep a state from one call to the next."""
-        self.lockstep = self.stateful if state.batch > 1 else []
+        self.lockstep = self.may_be_stateful if state.batch > 1 else []
         """The processors for which all rows have to advance by the same number of tokens."""
 
     def scores_at(self, step: int, logits: torch.Tensor) -> torch.Tensor:

@@ -32,16 +32,9 @@ from torch.nn.functional import pad
 
 from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree, Parents, children
-from hf_specgen.verification.base import (
-    Nodes,
-    PathSession,
-    VerificationSession,
-    Verifier,
-    argmax,
-    exponential,
-    exponential_race,
-)
-from hf_specgen.verification.coupled import CoupledVerifier, RepeatedSession
+from hf_specgen.verification.base import VerificationSession, Verifier, argmax, exponential, exponential_race
+from hf_specgen.verification.coupled import CoupledVerifier, ReusedNoiseSession
+from hf_specgen.verification.path_session import Nodes, PathSession
 
 
 class RejectionVerifier(Verifier):
@@ -54,7 +47,7 @@ class RejectionVerifier(Verifier):
 
     def start(self, call: Call) -> VerificationSession:
         if call.do_sample and call.settings.seeds is not None:
-            return RepeatedSession(call, call.settings.seeds)
+            return ReusedNoiseSession(call, call.settings.seeds)
         return RejectionSession(call) if call.do_sample else CoupledVerifier().start(call)
 
 
@@ -65,18 +58,18 @@ class RejectionSession(PathSession):
 
     def accept(self, scores: torch.Tensor, tree: DraftTree, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor]:
         p = scores.softmax(dim=-1)
-        batch, slots, vocab = p.shape
+        batch, queries, vocab = p.shape
         q = tree.q
         if q is not None:
             if q.shape[-1] < vocab:
                 q = pad(q, (0, vocab - q.shape[-1]))
             q = q.to(p.device, torch.float32)
         weights, remaining = path_weights(p, q, *nodes)
-        accepted = torch.rand(batch, slots, dtype=p.dtype, device=p.device) < weights
+        accepted = torch.rand(batch, queries, dtype=p.dtype, device=p.device) < weights
         accepted[:, 0] = True  # the row's last token
-        # Of the accepted slots the one that is visited first; padding is visited last.
-        order = torch.tensor([(*post_order(row), *[slots] * (slots - 1 - len(row))) for row in tree.parents])
-        last = order.to(p.device).masked_fill(~accepted, slots).argmin(dim=1)
+        # Of the accepted queries the one that is visited first; padding is visited last.
+        order = torch.tensor([(*post_order(row), *[queries] * (queries - 1 - len(row))) for row in tree.parents])
+        last = order.to(p.device).masked_fill(~accepted, queries).argmin(dim=1)
         left = remaining[torch.arange(batch, device=p.device), last]
         return last, exponential_race(left, exponential(left.shape, p.device))[:, None]
 
@@ -84,37 +77,38 @@ class RejectionSession(PathSession):
 def path_weights(
     p: torch.Tensor, q: torch.Tensor | None, tokens: torch.Tensor, parents: torch.Tensor, is_node: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[batch, slots]` acceptance probability of each slot if all below is rejected; `[batch, slots, vocab]` p then.
+    """`[batch, queries]` acceptance probabilities if all below is rejected, and `[batch, queries, vocab]` p then.
 
-    `parents` are `[batch, nodes]`, 0 for the row's last token; where `is_node` is False the weight is 0.
+    Query 0 is the row's last token, query ``i + 1`` its node ``i``. `parents` are the queries of the parents, `[batch,
+    nodes]`; where `is_node` is False the weight is 0.
     """
     rows = torch.arange(len(p), device=p.device)
     remaining = p.clone()
-    is_left = torch.ones_like(p, dtype=torch.bool)  # tokens that no child of a slot has yet
+    is_left = torch.ones_like(p, dtype=torch.bool)  # tokens that no child of a query has yet
     weights = p.new_zeros(p.shape[:2])
     weights[:, 0] = 1
     for node, (token, parent, is_real) in enumerate(zip(tokens.T, parents.T, is_node.T, strict=True)):
-        slot = torch.where(is_real, parent, node + 1)
+        query = torch.where(is_real, parent, node + 1)
         token = token[:, None]
-        drawn_from = draft_distribution(None if q is None else q[:, node], is_left[rows, slot], token)
-        is_left[rows, slot, token[:, 0]] = False
-        reached = weights[rows, slot, None] * remaining[rows, slot]
+        drawn_from = draft_distribution(None if q is None else q[:, node], is_left[rows, query], token)
+        is_left[rows, query, token[:, 0]] = False
+        reached = weights[rows, query, None] * remaining[rows, query]
         excess = (reached - drawn_from).clamp_(min=0)  # 0 at a rejected token, which has no more than q
         mass = excess.sum(dim=-1)
-        rest = 1 - weights[rows, slot]
+        rest = 1 - weights[rows, query]
         accepted = (reached.gather(-1, token) / drawn_from.gather(-1, token))[:, 0].clamp(max=1)
         weights[:, node + 1] = torch.where(is_real, accepted, 0)
         # No mass means w p = q, and then a rejection could only come from rounding.
         has_mass = mass > 0
-        weights[rows, slot] = torch.where(has_mass, mass / (mass + rest), 0)
+        weights[rows, query] = torch.where(has_mass, mass / (mass + rest), 0)
         left = excess / mass[:, None]
-        remaining[rows, slot] = torch.where(has_mass[:, None], left, remaining[rows, slot])
+        remaining[rows, query] = torch.where(has_mass[:, None], left, remaining[rows, query])
     return weights, remaining
 
 
 @lru_cache(maxsize=4096)
 def post_order(parents: Parents) -> tuple[int, ...]:
-    """When each slot of a tree is visited if all slots below it, earlier siblings first, are visited before it.
+    """When each query of a tree is visited if all queries below it, earlier siblings first, are visited before it.
 
     Example:
         >>> post_order((-1, -1, 0))  # the first child's child, the first child, the second, the row's last token
@@ -122,12 +116,12 @@ def post_order(parents: Parents) -> tuple[int, ...]:
     """
     lists = children(parents)
     order = list[int]()
-    open_slots = [0]
-    while open_slots:
-        order.append(open_slots.pop())
-        open_slots += [node + 1 for node in lists[order[-1]]]
-    times = {slot: time for time, slot in enumerate(reversed(order))}
-    return tuple(times[slot] for slot in range(len(order)))
+    open_queries = [0]
+    while open_queries:
+        order.append(open_queries.pop())
+        open_queries += [node + 1 for node in lists[order[-1]]]
+    times = {query: time for time, query in enumerate(reversed(order))}
+    return tuple(times[query] for query in range(len(order)))
 
 
 def draft_distribution(q: torch.Tensor | None, is_left: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
@@ -147,7 +141,8 @@ class TypicalVerifier(Verifier):
     """LOSSY: accepts a draft token with p > min(epsilon, alpha * exp(-entropy(p))); the output distribution differs.
 
     Of several such siblings, the one with the longest accepted path below it is chosen. The most likely token is always
-    accepted. The bonus token is the argmax in greedy decoding, otherwise sampled from p.
+    accepted if alpha is below 1; with alpha = 1 it is rejected where all possible tokens are equally likely and have a
+    probability of at most epsilon. The bonus token is the argmax in greedy decoding, otherwise sampled from p.
 
     Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (2024),
     section 2.3.1.

@@ -42,7 +42,9 @@ class VerificationResult:
 def reindexed_result(
     result: VerificationResult, tree: DraftTree, verified_tree: DraftTree | None = None
 ) -> VerificationResult:
-    """The outcome in the node indices of `tree`, a part of the verified tree or a superset: its accepted nodes.
+    """The same outcome in the node indices of another draft of the same rows, `tree`.
+
+    It may lack verified nodes or have further ones.
 
     With `verified_tree`, of which the pass had the first `result.num_in_pass` nodes, those of them that are in `tree`
     are counted. They count as its first ones: both trees have the most probable nodes first.
@@ -126,13 +128,13 @@ class TopTokens:
     ) -> TopTokens:
         """From the logits of a step, `[batch, 1 + nodes, vocab]`, and the pending token of each row."""
         tokens: list[int] = []
-        slots: list[int] = []
+        indices: list[int] = []  # of the rows of the flattened logits
         for row, (token, draft, parents) in enumerate(zip(pending, tree.token_lists(), tree.parents, strict=True)):
             if active[row]:
                 tokens += [token, *draft[: len(parents)]]
-                slots += range(row * logits.shape[1], row * logits.shape[1] + 1 + len(parents))
+                indices += range(row * logits.shape[1], row * logits.shape[1] + 1 + len(parents))
         rows = logits.flatten(0, 1)
-        rows = rows if len(slots) == len(rows) else rows[torch.tensor(slots, device=rows.device)]
+        rows = rows if len(indices) == len(rows) else rows[torch.tensor(indices, device=rows.device)]
         values, successors = top_k(rows, min(count, rows.shape[-1]))
         # In one transfer; token ids below 2**24 are exact.
         packed = torch.cat([values.float().softmax(dim=-1), successors.float()], dim=1).cpu().numpy()
@@ -140,21 +142,21 @@ class TopTokens:
         return cls(np.array(tokens), most_likely.astype(np.int64), probabilities)
 
 
-SlotValues = torch.Tensor | list[dict[int, torch.Tensor]]
-"""`[vocab]` values by row and slot: `[batch, slots, vocab]`, or of some slots of each row."""
+QueryValues = torch.Tensor | list[dict[int, torch.Tensor]]
+"""`[vocab]` values by row and query: `[batch, queries, vocab]`, or of some queries of each row."""
 
 
 class ChosenPaths(NamedTuple):
     """What a verification session has chosen, before a row's tokens are cut where it ends."""
 
     paths: dict[int, tuple[list[int], list[int]]]  # of active rows the accepted nodes; the tokens along and after them
-    scores: SlotValues  # that the tokens were chosen from
-    logits: SlotValues  # before the processors
+    scores: QueryValues  # that the tokens were chosen from
+    logits: QueryValues  # before the processors
 
 
-def values_along_paths(values: SlotValues, paths: Sequence[Sequence[int] | None]) -> list[list[torch.Tensor]]:
+def values_along_paths(values: QueryValues, paths: Sequence[Sequence[int] | None]) -> list[list[torch.Tensor]]:
     """The `[vocab]` values of each row's emitted tokens; copies, so that the step's own tensor can be freed."""
     return [
-        [] if path is None else [values[row][slot].clone() for slot in (0, *(node + 1 for node in path))]
+        [] if path is None else [values[row][query].clone() for query in (0, *(node + 1 for node in path))]
         for row, path in enumerate(paths)
     ]

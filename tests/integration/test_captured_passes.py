@@ -213,6 +213,20 @@ def test_functions_that_ran_without_a_graph_are_not_kept() -> None:
     assert sum(one() is not None for one in kept) <= MAX_GRAPHS
 
 
+class _Difference(Capturable[dict[str, torch.Tensor], torch.Tensor]):
+    def __call__(self, module: Any, inputs: dict[str, torch.Tensor], cache: Any) -> torch.Tensor:
+        return inputs.get("first", torch.zeros(1)) - inputs.get("second", torch.zeros(1))
+
+
+def test_graph_is_not_replayed_with_an_argument_of_another_name(captures: list[Any]) -> None:
+    """Would catch: a graph that takes another argument of the same shape for its own."""
+    graphs, cache, function = graphs_of_call(torch.nn.Linear(1, 1), "graphs"), RaggedCache(), _Difference()
+    cache.update(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), 0)
+    assert graphs.move_to_static_buffers(cache, 1)
+    found = [graphs.run(function, {name: torch.ones(1)}, cache, 0, lambda: None) for name in ("first", "second")]
+    assert found == [1, -1] and len(captures) == 2
+
+
 @pytest.mark.parametrize("mode", ["auto", "graphs"])
 def test_hook_that_generates_with_its_own_model_same_tokens(mode: str, captures: list[Any]) -> None:
     """Would catch: a thread that waits for its own lock; buffers of the pass under way used by the inner call."""

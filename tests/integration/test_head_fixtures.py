@@ -70,9 +70,9 @@ class Rounds:
         """What the session has asked `draft_scores` for: scores, and the tokens that they are of."""
         draft_scores = verification.draft_scores
 
-        def recorded(scores: torch.Tensor, steps: Any, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        def recorded(scores: torch.Tensor, token_indices: Any, tokens: torch.Tensor | None = None) -> torch.Tensor:
             self._scores.append((scores, tokens))
-            return draft_scores(scores, steps, tokens)
+            return draft_scores(scores, token_indices, tokens)
 
         verification.draft_scores = recorded
 

@@ -20,13 +20,13 @@ from hf_specgen.targets.target import Target
 from tests.helpers import reference, tiny_model
 
 
-def layout(lengths: Sequence[int], parents: Sequence[Sequence[int]], visible: Any = None) -> StepLayout:
+def layout(lengths: Sequence[int], parents: Sequence[Sequence[int]], padding_mask: Any = None) -> StepLayout:
     """A step of rows with equally many nodes."""
     return StepLayout.after(
         lengths,
         depths=torch.tensor([[reference.depth(row, node) for node in range(-1, len(row))] for row in parents]),
         ancestors=torch.tensor([reference.ancestor_matrix(row) for row in parents], dtype=torch.bool),
-        visible=None if visible is None else torch.tensor(visible, dtype=torch.bool),
+        padding_mask=None if padding_mask is None else torch.tensor(padding_mask, dtype=torch.bool),
     )
 
 
@@ -38,20 +38,20 @@ def any_step(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, ...]], list[li
     parents = [draw(reference.any_parents(st.just(nodes))) for _ in range(batch)]
     prompt = draw(st.integers(1, min(lengths)))
     paddings = [draw(st.integers(0, prompt - 1)) for _ in range(batch)]
-    visible = [[slot >= padding for slot in range(prompt)] for padding in paddings]
-    return lengths, parents, draw(st.sampled_from([None, visible]))
+    padding_mask = [[slot >= padding for slot in range(prompt)] for padding in paddings]
+    return lengths, parents, draw(st.sampled_from([None, padding_mask]))
 
 
 @pytest.mark.parametrize("kind", ["full", "window", "chunk"])
 @given(step=any_step(), size=st.integers(1, 8))
 def test_masks_agree_with_the_reference(kind: str, step: tuple, size: int) -> None:
     """Would catch: a query that sees a sibling, padding, or a slot outside of its window."""
-    lengths, parents, visible = step
-    fast = layout(lengths, parents, visible)
+    lengths, parents, padding_mask = step
+    fast = layout(lengths, parents, padding_mask)
     mask = {"full": full_mask, "window": sliding_mask, "chunk": chunked_mask}[kind]
     limits = {} if kind == "full" else {kind: size}
     slow = [
-        reference.row_mask(length, tree, fast.num_slots, visible and visible[row], **limits)
+        reference.row_mask(length, tree, fast.num_slots, padding_mask and padding_mask[row], **limits)
         for row, (length, tree) in enumerate(zip(lengths, parents, strict=True))
     ]
     assert mask(fast, *limits.values())[:, 0].int().tolist() == slow
@@ -89,12 +89,12 @@ def test_masks_of_chains_equal_the_reference(window: int | None, rows: str, quer
     model = SimpleNamespace(config=LlamaConfig(sliding_window=window), dtype=torch.float32)
     model.config._attn_implementation = "sdpa"
     model.get_input_embeddings = lambda: torch.nn.Embedding(2, 2)
-    visible = None if not padding else torch.tensor([[slot >= padding for slot in range(6)], [True] * 6])
+    padding_mask = None if not padding else torch.tensor([[slot >= padding for slot in range(6)], [True] * 6])
     tree = DraftTree.chains([[0] * (queries - 1)] * len(lengths))
-    made = StepMasks(cast(Any, model), visible).of_step(tree, tuple(lengths), 0, 0)
+    made = StepMasks(cast(Any, model), padding_mask).of_step(tree, tuple(lengths), 0, 0)
     chain, width = tuple(range(-1, queries - 2)), max(lengths) + queries
     expected = [
-        reference.row_mask(length, chain, width, None if visible is None else visible[row].tolist(), window)
+        reference.row_mask(length, chain, width, None if padding_mask is None else padding_mask[row].tolist(), window)
         for row, length in enumerate(lengths)
     ]
     if made is None:

@@ -1,12 +1,17 @@
 """The noise buffer draws the noise that `torch.multinomial` would draw, and gives back what was drawn ahead."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 import torch
 
+from hf_specgen import DraftTree
 from hf_specgen.random_state import NoiseSeed, NoiseSeeds, kept, take
-from hf_specgen.verification import coupled
+from hf_specgen.verification import RejectionVerifier, VerificationSession, coupled
 from hf_specgen.verification.base import INVALID, argmax, exponential_race
 from hf_specgen.verification.coupled import NoiseBuffer, check_multinomial, weights_hash
+from tests.helpers.calls import make_call, make_state
 
 CPU = torch.device("cpu")
 VOCAB = 17
@@ -81,7 +86,7 @@ def tensor_bytes(value: object) -> int:
 def test_capacity_is_limited_by_the_size_of_the_buffer() -> None:
     """2 rows of 2^20 float32 take 8 MiB a step: 32 steps in 256 MiB. Never fewer than 16."""
     assert NoiseBuffer(2, 2**20, [seeded(5)]).max_row_skew == 32
-    assert NoiseBuffer(2, 2**30, [seeded(5)]).max_row_skew == coupled.MIN_BUFFERED_STEPS == 16
+    assert NoiseBuffer(2, 2**30, [seeded(5)]).max_row_skew == coupled.MIN_BUFFERED_TOKENS == 16
 
 
 @pytest.mark.parametrize("defect", ["other tokens", "more noise"])
@@ -195,6 +200,62 @@ def test_noise_seeds_are_bounded_and_forgotten() -> None:
         seeds.keep([prompt], seeds.take([prompt], 1), [prompt])
     answers = [list(seeds.take([prompt], 2).answer) for prompt in range(5)]
     assert answers == [[], [], [2], [3], [4]]
+
+
+def session_of(seeds: NoiseSeeds, answer: list[int]) -> VerificationSession:
+    """A session that samples with the noise of earlier answers to one prompt; the row has generated `answer`."""
+    state = make_state([[1, 2]])
+    state.append(0, answer)
+    call = make_call(state, do_sample=True)
+    return RejectionVerifier().start(replace(call, settings=replace(call.settings, seeds=seeds)))
+
+
+def with_answer(answer: list[int]) -> NoiseSeeds:
+    """Seeds of one earlier answer of other weights."""
+    seeds = NoiseSeeds()
+    seeds.keep([1, 2], NoiseSeed(5, (), (3,)), answer)
+    return seeds
+
+
+def test_refused_call_leaves_the_seeds_as_they_were() -> None:
+    """Would catch: an answer that is erased, or that the same weights no longer get, as nothing was sampled."""
+    seeds = with_answer([7, 8, 9])
+    for _ in range(2):
+        session = session_of(seeds, [])
+        assert session.predicted_tokens == [[7, 8, 9]]
+        session.end(0)
+    assert seeds.take([1, 2], 4) == NoiseSeed(5, [7, 8, 9], (3, 4))
+    session_of(seeds, []).end(0)
+    assert seeds.take([1, 2], 4).answer == (), "a seed that was made for a refused call is not kept"
+
+
+@pytest.mark.parametrize(
+    ("answer", "kept_answer"), [([7, 8], [7, 8, 9]), ([7, 6], [7, 6]), ([7, 8, 9, 5], [7, 8, 9, 5])]
+)
+def test_interrupted_call_keeps_the_longer_of_equal_answers(answer: list[int], kept_answer: list[int]) -> None:
+    """Would catch: the beginning of an answer in place of all of it; an old answer in place of another one."""
+    seeds = with_answer([7, 8, 9])
+    session = session_of(seeds, answer)
+    session.choose(torch.zeros(1, 1, 9), [[0]], DraftTree.empty(1), [[-1]])
+    session.end(len(answer))
+    assert seeds.take([1, 2], 4).answer == kept_answer
+
+
+def test_interrupt_between_two_rows_returns_the_seeds() -> None:
+    """Would catch: answers that are lost if Ctrl-C comes when some rows have taken theirs."""
+
+    class Interrupted(NoiseSeeds):
+        def take(self, prompt: Sequence[int], weights: int) -> NoiseSeed:
+            if tuple(prompt) == (3, 4):
+                raise KeyboardInterrupt
+            return super().take(prompt, weights)
+
+    seeds = Interrupted()
+    seeds.keep([1, 2], NoiseSeed(5, (), (3,)), [7])
+    call = make_call(make_state([[1, 2], [3, 4]]), do_sample=True)
+    with pytest.raises(KeyboardInterrupt):
+        RejectionVerifier().start(replace(call, settings=replace(call.settings, seeds=seeds)))
+    assert seeds.take([1, 2], 4) == NoiseSeed(5, [7], (3, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

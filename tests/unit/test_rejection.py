@@ -14,7 +14,7 @@ from hf_specgen import DraftTree, VerificationResult, Verifier
 from hf_specgen.candidates.tree_builder import TreeBuilder
 from hf_specgen.tree import Parents, children
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, rejection
-from hf_specgen.verification.base import Nodes, PathSession
+from hf_specgen.verification.path_session import Nodes, PathSession
 from tests.helpers.goodness_of_fit import (
     FIRST,
     VOCAB,
@@ -99,7 +99,7 @@ DRAFTS = [(sampled, CHAIN), (sampled, TREE), (close, TREE), (deterministic, TREE
 
 @pytest.mark.parametrize(("draw", "parents", "walks"), [*((*case, ()) for case in DRAFTS), (sampled, TREE, (WALK,))])
 def test_rejection_every_position_has_the_distribution_of_the_target(draw: Draw, parents: Any, walks: Any) -> None:
-    """Would catch: an error in the acceptance test, residual, siblings, bonus token, or slots of single positions."""
+    """Would catch: an error in the acceptance test, residual, siblings, bonus token, or queries of single positions."""
     texts = emitted(RejectionVerifier(), draw, parents, TRIALS // (2 if walks else 1), *walks)
     assert (texts[:, 1] >= 0).float().mean() > 0.1  # accepted at least one draft token
     assert min(p_values(texts)) > PLAUSIBLE
@@ -136,8 +136,8 @@ def test_path_weights_agree_with_the_reference(draw: Draw, parents: Parents) -> 
         given = [None if q is None or not q[row, node].any() else q[row, node].tolist() for node in range(length)]
         expected, left = reference_path_weights(p[row].tolist(), given, tokens[row, :length].tolist(), parents[:length])
         assert weights[row].tolist() == pytest.approx([*expected, *[0] * (len(parents) - length)], abs=1e-4)
-        for slot in range(1 + length):
-            assert rest[row, slot].tolist() == pytest.approx(left[slot], abs=1e-4)
+        for query in range(1 + length):
+            assert rest[row, query].tolist() == pytest.approx(left[query], abs=1e-4)
 
 
 @pytest.mark.parametrize(("parents", "least"), [(CHAIN, 1.03), (TREE, 1.008)])
@@ -294,7 +294,7 @@ def test_typical_greedy_accepts_at_least_as_much_as_exact(walk: bool, data: st.D
 
 
 def test_typical_token_after_a_rejected_one_is_sampled_from_p() -> None:
-    """Would catch: noise shared between slots, at the second position, after a token that was rejected but sampled."""
+    """Would catch: noise shared by queries, at the second position, after a token that was rejected but sampled."""
 
     def unlikely(trials: int, parents: Parents) -> tuple[torch.Tensor, None]:
         return warped(target_logits())[FIRST].argsort()[VOCAB - 12].expand(trials, 1).clone(), None
@@ -318,26 +318,26 @@ def normalised(weights: Sequence[float]) -> Distribution:
 def reference_path_weights(
     p: Sequence[Distribution], q: Sequence[Distribution | None], tokens: Sequence[int], parents: Sequence[int]
 ) -> tuple[list[float], list[Distribution]]:
-    """Acceptance of whole paths: `rejection.path_weights` for one row, slot by slot from the root down.
+    """Acceptance of whole paths: `rejection.path_weights` for one row, query by query from the root down.
 
-    For each slot (the row's last token, then each node) the probability that it is accepted if everything below it was
+    For each query (the row's last token, then each node) the probability that it is accepted if everything below it was
     rejected, and the distribution of the next token then.
     """
     weights, rest = [1.0] * (len(tokens) + 1), [list(values) for values in p]
-    for slot in range(len(tokens) + 1):
+    for query in range(len(tokens) + 1):
         seen: list[int] = []
-        for node in (node for node, parent in enumerate(parents) if parent == slot - 1):
-            given, token, weight = q[node], tokens[node], weights[slot]
+        for node in (node for node, parent in enumerate(parents) if parent == query - 1):
+            given, token, weight = q[node], tokens[node], weights[query]
             if given is None:
-                drawn = [float(other == token) for other in range(len(rest[slot]))]
+                drawn = [float(other == token) for other in range(len(rest[query]))]
             else:
                 drawn = normalised([0.0 if other in seen else value for other, value in enumerate(given)])
-            weights[node + 1] = min(1.0, weight * rest[slot][token] / drawn[token])
-            excess = [max(0.0, weight * one - other) for one, other in zip(rest[slot], drawn, strict=True)]
+            weights[node + 1] = min(1.0, weight * rest[query][token] / drawn[token])
+            excess = [max(0.0, weight * one - other) for one, other in zip(rest[query], drawn, strict=True)]
             seen.append(token)
-            weights[slot] = sum(excess) / (sum(excess) + 1 - weight)
-            if weights[slot]:  # otherwise the slot is never reached, or its child never rejected
-                rest[slot] = normalised(excess)
+            weights[query] = sum(excess) / (sum(excess) + 1 - weight)
+            if weights[query]:  # otherwise the query is never reached, or its child never rejected
+                rest[query] = normalised(excess)
     return weights, rest
 
 
