@@ -163,9 +163,8 @@ class VerificationSession(ABC):
                     return None
                 if not emitted:
                     raise RuntimeError(INVALID_SCORES)
-                self._has_failed |= bool(
-                    self.processors.may_be_stateful
-                )  # which must not be called for that token again
+                # Stateful processors must not be called for that token again.
+                self._has_failed |= bool(self.processors.may_be_stateful)
             result.paths[row] = path[: emitted - 1]
             result.tokens[row] = tokens[:emitted]
             result.accepted[row] = min(len(path), emitted)
