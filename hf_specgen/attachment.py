@@ -36,7 +36,7 @@ from hf_specgen.targets.early_exit import divisible_layers
 from hf_specgen.targets.hooks import own_attributes
 from hf_specgen.targets.support import check_architecture
 from hf_specgen.unsupported_calls import unsupported_argument
-from hf_specgen.verification import CoupledVerifier
+from hf_specgen.verification import ExactVerifier
 from hf_specgen.verification.processors import name_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -221,7 +221,7 @@ class Attachment:
                 # except where it was undone, and what was streamed are the tokens that plain decoding repeats.
                 is_refused = attempt.is_prepared and attempt.statistics is None
                 is_undone = isinstance(error, UnrepeatableError)
-                can_resume = streamer is None or isinstance(settings.verifier, CoupledVerifier)
+                can_resume = streamer is None or isinstance(settings.verifier, ExactVerifier)
                 if self.strict or not (is_refused or (is_undone and can_resume)):
                     raise
                 if is_undone and streamer is not None:

@@ -19,10 +19,10 @@ from hf_specgen.candidates.ngram_history import NgramHistory
 from hf_specgen.candidates.transformers_candidates import TransformersCandidates
 from hf_specgen.depth import Policy
 from hf_specgen.monitor import Monitor
-from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
+from hf_specgen.verification import ExactVerifier, RejectionVerifier, TypicalVerifier, Verifier
 
 Verification = Literal["exact", "rejection", "typical"]
-VERIFIERS = {"exact": CoupledVerifier, "rejection": RejectionVerifier, "typical": TypicalVerifier}
+VERIFIERS = {"exact": ExactVerifier, "rejection": RejectionVerifier, "typical": TypicalVerifier}
 
 History = bool | str | os.PathLike[str] | NgramHistory | None  # what `generate(history=…)` takes
 KEYWORDS = ("verification", "policy", "monitor", "compile", "memory", "prediction", "history", "grammar_drafts")
@@ -50,7 +50,7 @@ class Settings(CallSettings):
             NgramCandidates(k=5)
         """
         candidates = as_candidates(candidate_generator)
-        defaults = cls(candidates=candidates, verifier=CoupledVerifier(), policy=candidates.policy)
+        defaults = cls(candidates=candidates, verifier=ExactVerifier(), policy=candidates.policy)
         return defaults.updated(**keywords)
 
     def updated(self, **keywords: Any) -> Settings:

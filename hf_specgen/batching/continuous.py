@@ -28,7 +28,7 @@ from hf_specgen.depth.calibrate import model_curve
 from hf_specgen.generate import by_name, report
 from hf_specgen.settings import Settings, settings_in
 from hf_specgen.targets.support import check_length
-from hf_specgen.verification import CoupledVerifier
+from hf_specgen.verification import ExactVerifier
 from hf_specgen.verification.processors import SCORE_ONLY
 
 
@@ -148,7 +148,7 @@ def _reason(settings: Settings, model: Any, generation_config: Any, config: Cont
 
 def _reasons(settings: Settings, model: Any, config: Any, processors: Sequence[Any]) -> Iterator[str]:
     """Why continuous batching cannot speculate with these settings, model, `ContinuousBatchingConfig`, processors."""
-    if not isinstance(settings.verifier, CoupledVerifier):
+    if not isinstance(settings.verifier, ExactVerifier):
         yield "continuous batching verifies exactly; leave verification= out"
     if settings.monitor is not None or settings.prediction is not None or settings.compile == "graphs":
         yield 'continuous batching does not support monitor=, prediction= or compile="graphs"; leave them out'

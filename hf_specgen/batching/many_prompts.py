@@ -35,7 +35,7 @@ from hf_specgen.settings import Settings, settings_in
 from hf_specgen.targets.fingerprint import computation
 from hf_specgen.targets.row_target import RowTarget
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification import CoupledVerifier
+from hf_specgen.verification import ExactVerifier
 from hf_specgen.verification.base import are_nan
 
 
@@ -134,7 +134,7 @@ def _check_seed(seed: int | Sequence[int] | None, prompts: Iterable[Any]) -> Non
 def _checked_settings(candidate_generator: Any, arguments: dict[str, Any]) -> Settings:
     """The settings among the arguments, which are removed; `ValueError` for those that shared passes cannot have."""
     settings = Settings.parse(candidate_generator, **{"compile": False, **settings_in(arguments)})
-    if not isinstance(settings.verifier, CoupledVerifier) or settings.monitor is not None or settings.compile:
+    if not isinstance(settings.verifier, ExactVerifier) or settings.monitor is not None or settings.compile:
         raise ValueError("generate_many verifies exactly, without monitor and graphs; leave these settings out")
     return settings
 

@@ -33,7 +33,7 @@ from torch.nn.functional import pad
 from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree, Parents, children
 from hf_specgen.verification.base import VerificationSession, Verifier, argmax, exponential, exponential_race
-from hf_specgen.verification.coupled import CoupledVerifier, ReusedNoiseSession
+from hf_specgen.verification.exact import ExactVerifier, ReusedNoiseSession
 from hf_specgen.verification.path_session import Nodes, PathSession
 
 
@@ -42,13 +42,13 @@ class RejectionVerifier(Verifier):
 
     For drafts that carry `DraftTree.q`; a deterministic proposal (point-mass q) is accepted with probability p. In
     greedy decoding it is the same as exact verification. With `history=` it samples with the noise of earlier answers,
-    see `hf_specgen.verification.coupled`.
+    see `hf_specgen.verification.exact`.
     """
 
     def start(self, call: Call) -> VerificationSession:
         if call.do_sample and call.settings.seeds is not None:
             return ReusedNoiseSession(call, call.settings.seeds)
-        return RejectionSession(call) if call.do_sample else CoupledVerifier().start(call)
+        return RejectionSession(call) if call.do_sample else ExactVerifier().start(call)
 
 
 class RejectionSession(PathSession):

@@ -13,7 +13,7 @@ from hf_specgen.candidates.encoder_draft import decoder_prompt
 from hf_specgen.device_tree import Ancestors, Frontier
 from hf_specgen.targets.requirements import make_target
 from hf_specgen.tree import Parents
-from hf_specgen.verification import CoupledVerifier
+from hf_specgen.verification import ExactVerifier
 
 AMPLE = 2**31
 """A budget that limits no draft."""
@@ -73,7 +73,7 @@ def make_batch(
     """The rows of a greedy call in this state, without a target's passes."""
     call = make_call(state, candidates=candidates, model=model or StubModel())
     target: Any = StubTarget()
-    session = verification or CoupledVerifier().start(call)
+    session = verification or ExactVerifier().start(call)
     return DraftBatch(call, target, session, (policy or FixedDepth()).start(call))
 
 
@@ -94,7 +94,7 @@ def batch_on(model: Any, texts: Sequence[Sequence[int]], candidates: Candidates)
     target.commit([[]] * state.batch)
     for row, text in enumerate(texts):
         state.append(row, text[-1:])
-    return DraftBatch(call, target, CoupledVerifier().start(call), FixedDepth().start(call))
+    return DraftBatch(call, target, ExactVerifier().start(call), FixedDepth().start(call))
 
 
 def drafted_after(model: Any, text: Sequence[int], candidates: Candidates) -> list[int]:

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from hf_specgen import Call
-from hf_specgen.verification import CoupledVerifier
+from hf_specgen.verification import ExactVerifier
 
 
-class RecordedNoise(CoupledVerifier):
+class RecordedNoise(ExactVerifier):
     """Keeps the noise by which the tokens of its calls were chosen."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from hf_specgen.targets.cache_layer import RaggedLayer
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.row_layout import RowLayout
 from hf_specgen.verification import base as verification
-from hf_specgen.verification.coupled import NoiseBuffer
+from hf_specgen.verification.exact import NoiseBuffer
 from hf_specgen.verification.processors import LogitsPipeline
 from tests.fuzz import models
 from tests.fuzz.__main__ import Report, main, minimal, run_safely, shrink

@@ -34,7 +34,7 @@ from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.head_text import HeadText
 from hf_specgen.targets.requirements import make_target
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification import CoupledVerifier, VerificationResult, VerificationSession
+from hf_specgen.verification import ExactVerifier, VerificationResult, VerificationSession
 from tests.helpers import SAMPLING, assert_same_tokens, prompts
 from tests.helpers.calls import make_call, make_state, with_sessions
 from tests.helpers.comparison import answers, plain_output
@@ -62,7 +62,7 @@ class Rounds:
         requirements = candidates.target_requirements(self.target_model)
         prompt = decoder_prompt(self.target_model, texts, call.max_new_tokens)
         self._target = make_target(requirements, self.target_model, *prompt)
-        verification: Any = CoupledVerifier().start(call)
+        verification: Any = ExactVerifier().start(call)
         self._state = call.state
         batch = DraftBatch(call, self._target, verification, FixedDepth().start(call))
         self._session: Any = candidates.start(batch)
@@ -217,7 +217,7 @@ def test_ended_rows_leave_the_batch(name: str) -> None:
     assert len(candidates.session.drafter.rows) < 3
 
 
-class WaitingRows(CoupledVerifier):
+class WaitingRows(ExactVerifier):
     """Lets no row be more than two tokens ahead."""
 
     def start(self, call: Call) -> VerificationSession:

@@ -24,7 +24,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specgen import Call, DraftModelCandidates, NgramCandidates, NgramHistory, SpeculationMonitor
 from hf_specgen.settings import as_candidates
-from hf_specgen.verification import CoupledVerifier
+from hf_specgen.verification import ExactVerifier
 from tests.fuzz.scripted import RandomDepths, Scripted
 from tests.helpers import Oracle, PrefixReader, RecordingStreamer, RowWisePrefixReader, fresh_model, prompts, tiny_model
 from tests.helpers.comparison import END, SEED, assert_same_tokens, plain_and_speculative, plain_output, seed
@@ -296,7 +296,7 @@ FREELY: dict[str, Any] = {"max_new_tokens": 30, "do_sample": True, "top_k": 0}
 FAILING = (
     "Oracle.draft",
     "Oracle.observe",
-    "CoupledVerifier.verify",
+    "ExactVerifier.verify",
     "RandomDepths.depths",
     "SpeculationMonitor.observe",
 )
@@ -336,7 +336,7 @@ def test_exception_anywhere_ends_sessions_and_restores_the_random_state(failing:
     model, inputs, streamer, ended = tiny_model("llama"), prompts(batch), RecordingStreamer(), list[str]()
     torch.manual_seed(5)
     oracle = Oracle(model.generate(**inputs, **FREELY)[:, 12:], 0.6)
-    parts = [oracle, CoupledVerifier(), RandomDepths(), SpeculationMonitor(prometheus=False)]
+    parts = [oracle, ExactVerifier(), RandomDepths(), SpeculationMonitor(prometheus=False)]
     names = ("candidate_generator", "verification", "policy", "monitor")
     arguments = dict(zip(names, [fail_in_third_call(failing, part, ended) for part in parts], strict=True))
     torch.manual_seed(5)
@@ -344,7 +344,7 @@ def test_exception_anywhere_ends_sessions_and_restores_the_random_state(failing:
         model.generate(**inputs, **FREELY, **arguments, streamer=streamer)
     assert oracle.speculation is None, "statistics of the failed call"
     state, columns = torch.get_rng_state(), len(streamer.chunks) - 1
-    assert sorted(ended) == ["CoupledVerifier", "Oracle", "SpeculationMonitor"]
+    assert sorted(ended) == ["ExactVerifier", "Oracle", "SpeculationMonitor"]
     torch.manual_seed(5)
     if columns:
         model.generate(**inputs, **{**FREELY, "max_new_tokens": columns})

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_specgen import AdaptiveDepth, DraftModelCandidates, NgramCandidates, SpeculationMonitor, speculate
-from hf_specgen.verification import CoupledVerifier, RejectionVerifier
+from hf_specgen.verification import ExactVerifier, RejectionVerifier
 from tests.helpers.models import perturbed_copy, prompts
 from tests.helpers.noise import RecordedNoise
 from tests.helpers.processors import PrefixReader, RowWisePrefixReader
@@ -47,7 +47,7 @@ def mixed_jobs() -> tuple[Any, list[Job]]:
     """Greedy calls with every strategy object shared."""
     model, no_answers = llama(), torch.empty(0, 0, dtype=torch.long)
     shared: list[dict[str, Any]] = [
-        {"verification": CoupledVerifier()},
+        {"verification": ExactVerifier()},
         {"verification": RejectionVerifier()},
         {"monitor": SpeculationMonitor(prometheus=False)},
     ]
@@ -57,7 +57,7 @@ def mixed_jobs() -> tuple[Any, list[Job]]:
             number = len(strategies)
             candidates = strategy.make(no_answers, policy=AdaptiveDepth() if number % 2 else None)
             strategies[name] = {"candidate_generator": candidates, **shared[number % 3]}
-    strategies["speculate"] = {"custom_generate": speculate(NgramCandidates(k=4), verification=CoupledVerifier())}
+    strategies["speculate"] = {"custom_generate": speculate(NgramCandidates(k=4), verification=ExactVerifier())}
     settings: list[tuple[dict[str, torch.Tensor], dict[str, Any]]] = [
         (prompts(1, length=8), {"max_new_tokens": 16}),
         (prompts(1, length=20), {"max_new_tokens": 24}),

@@ -10,7 +10,7 @@ from hf_specgen import DraftTree
 from hf_specgen.random_state import NoiseSeed, NoiseSeeds, kept, take
 from hf_specgen.verification import RejectionVerifier, VerificationSession, coupled
 from hf_specgen.verification.base import INVALID, argmax, exponential_race
-from hf_specgen.verification.coupled import NoiseBuffer, check_multinomial, weights_hash
+from hf_specgen.verification.exact import NoiseBuffer, check_multinomial, weights_hash
 from tests.helpers.calls import make_call, make_state
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList
 from hf_specgen import DraftTree, VerificationResult, Verifier
 from hf_specgen.candidates.tree_builder import TreeBuilder
 from hf_specgen.tree import Parents, children
-from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, rejection
+from hf_specgen.verification import ExactVerifier, RejectionVerifier, TypicalVerifier, rejection
 from hf_specgen.verification.path_session import Nodes, PathSession
 from tests.helpers.goodness_of_fit import (
     FIRST,
@@ -280,7 +280,7 @@ def test_typical_greedy_accepts_at_least_as_much_as_exact(walk: bool, data: st.D
     numbers = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
     logits = 3 * torch.randn(2, 1 + nodes, 8, generator=numbers)
     tree = DraftTree([[row[:node].count(row[node]) for node in range(len(row))] for row in parents], tuple(parents))
-    exact, typical = verify(CoupledVerifier(), tree, logits), verify(TypicalVerifier(), tree, logits, walk)
+    exact, typical = verify(ExactVerifier(), tree, logits), verify(TypicalVerifier(), tree, logits, walk)
     is_plausible = (p := logits.softmax(dim=-1)) > TypicalVerifier().threshold(p)[..., None]
     for row in range(2):
         paths: list[list[int]] = [[]]

@@ -9,7 +9,7 @@ from hf_specgen import NgramCandidates
 from hf_specgen.candidates.combined import AUTO, PRESETS
 from hf_specgen.depth import AdaptiveDepth, FixedDepth
 from hf_specgen.settings import KEYWORDS, Settings
-from hf_specgen.verification import CoupledVerifier, RejectionVerifier
+from hf_specgen.verification import ExactVerifier, RejectionVerifier
 from tests.helpers import tiny_model
 
 
@@ -18,7 +18,7 @@ def test_parse_without_keywords_takes_the_policy_of_the_strategy() -> None:
     candidates = NgramCandidates(k=4, policy=FixedDepth(2))
     settings = Settings.parse(candidates)
     assert settings.candidates is candidates and settings.policy is candidates.policy
-    assert isinstance(settings.verifier, CoupledVerifier) and settings.monitor is None
+    assert isinstance(settings.verifier, ExactVerifier) and settings.monitor is None
     assert (settings.compile, settings.memory, settings.prediction, settings.grammar_drafts) == (
         "auto",
         True,

@@ -38,14 +38,14 @@ MIN_BUFFERED_TOKENS = 16
 """Minimum number of tokens with buffered noise, for any batch and vocabulary: with few, fast rows often wait."""
 
 
-class CoupledVerifier(Verifier):
+class ExactVerifier(Verifier):
     """The tokens of plain `generate`: the argmax, or the sample that the same seed gives. The default; lossless."""
 
     def start(self, call: Call) -> VerificationSession:
-        return _CoupledSession(call)
+        return _ExactSession(call)
 
 
-class _CoupledSession(VerificationSession):
+class _ExactSession(VerificationSession):
     def __init__(self, call: Call):
         super().__init__(call)
         self._noise: NoiseBuffer | None = None
@@ -107,7 +107,7 @@ class _CoupledSession(VerificationSession):
         self._noise = self._generator = None
 
 
-class ReusedNoiseSession(_CoupledSession):
+class ReusedNoiseSession(_ExactSession):
     """Samples with the noise of earlier answers to the same prompts, which are the predicted tokens, or with new noise.
 
     A row takes the seed of an answer that other weights have sampled; no two rows take the same one. So rows are
