@@ -46,6 +46,6 @@ def _batch(state: GenerationState, candidates: NgramCandidates) -> DraftBatch:
     config = SimpleNamespace(get_text_config=lambda: text_config)
     model: Any = SimpleNamespace(get_output_embeddings=lambda: None, config=config)
     target: Any = SimpleNamespace(pass_shape=lambda tokens: (1, tokens), verifies_chains_only=False)
-    verification: Any = SimpleNamespace(wants_q=False, expected=())
+    verification: Any = SimpleNamespace(wants_q=False, predicted_tokens=())
     call = Call(model, state, GenerationConfig(), candidates.settings())
     return DraftBatch(call, target, verification, FixedDepth().start(call))
