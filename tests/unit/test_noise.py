@@ -8,7 +8,7 @@ import torch
 
 from hf_specgen import DraftTree
 from hf_specgen.random_state import NoiseSeed, NoiseSeeds, kept, take
-from hf_specgen.verification import RejectionVerifier, VerificationSession, coupled
+from hf_specgen.verification import RejectionVerifier, VerificationSession, exact
 from hf_specgen.verification.base import INVALID, argmax, exponential_race
 from hf_specgen.verification.exact import NoiseBuffer, check_multinomial, weights_hash
 from tests.helpers.calls import make_call, make_state
@@ -86,7 +86,7 @@ def tensor_bytes(value: object) -> int:
 def test_capacity_is_limited_by_the_size_of_the_buffer() -> None:
     """2 rows of 2^20 float32 take 8 MiB a step: 32 steps in 256 MiB. Never fewer than 16."""
     assert NoiseBuffer(2, 2**20, [seeded(5)]).max_row_skew == 32
-    assert NoiseBuffer(2, 2**30, [seeded(5)]).max_row_skew == coupled.MIN_BUFFERED_TOKENS == 16
+    assert NoiseBuffer(2, 2**30, [seeded(5)]).max_row_skew == exact.MIN_BUFFERED_TOKENS == 16
 
 
 @pytest.mark.parametrize("defect", ["other tokens", "more noise"])
