@@ -93,9 +93,7 @@ def curve_key(call: Call, rows: int | None = None) -> tuple[Hashable, ...]:
 
 def shared_curve_key(call: Call, rows: int | None = None) -> tuple[Hashable, ...]:
     """The key of T(q) for all models of a class with the same config, classes of modules and number of threads."""
-    model = cast(PreTrainedModel, call.model)
-    classes = tuple(map(type, model.modules()))
-    return *curve_key(call, rows), model.config.to_json_string(), classes, torch.get_num_threads()
+    return *curve_key(call, rows), *call.architecture_key, torch.get_num_threads()
 
 
 def target_curve(call: Call, target: Target) -> CostCurve | None:

@@ -211,7 +211,7 @@ class PassTimer:
 
     @cached_property
     def _shared_key(self) -> tuple[Hashable, ...]:
-        """The key for all models of the architecture; it takes milliseconds, as it has the text of the config."""
+        """The key for all models of the architecture; a call takes milliseconds for the first one."""
         return _shared_key(self._call, self.times.batch)
 
     @classmethod

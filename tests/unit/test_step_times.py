@@ -273,6 +273,17 @@ def test_times_are_kept_by_model_rows_and_context() -> None:
         assert session.latency is not None
 
 
+def test_call_takes_the_text_of_the_config_once() -> None:
+    """Would catch: milliseconds in the first steps with another number of rows, which are more than their drafts."""
+    model = Model()
+    texts: list[str] = []
+    model.config.to_json_string = lambda: texts.append("") or "text"
+    timers = PassTimers(depth_call(8, model=model))
+    for rows in (8, 8, 4, 2, 1):
+        timers.observe(plain_step(rows))
+    assert len(timers.curves) == 4 and len(texts) == 1
+
+
 def test_another_object_of_the_same_architecture_continues_with_all_times() -> None:
     """Would catch: a measurement for each object of a model, the latency of another model, sizes timed again."""
     for name, is_known, count in (("one", False, 2), ("one", True, 4), ("two", False, 2)):
