@@ -143,6 +143,9 @@ def _with_lora(head: DraftHead, args: HeadArguments) -> Any:
     """The `PeftModel` around a head, with LoRA matrices on its linear layers."""
     names = [name for name, module in head.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
     adapted = with_lora(head, cast(Options, args.lora), target_modules=names)
+    others = [name for name, one in adapted.named_parameters() if one.requires_grad and ".lora_" not in name]
+    if others:
+        raise ValueError(f"lora of a head cannot train {others[0]}; leave out modules_to_save and bias")
     adapted.peft_config["default"].base_model_name_or_path = args.head
     return adapted
 

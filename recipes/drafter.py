@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from conversations import IGNORED, Batch
+from hf_specgen.heads.checkpoint import check_plain_lora, named_errors
 from losses import Drafts, Learnt, acceptance_counts, draft_loss
 from target import States, read_target
 
@@ -98,10 +99,17 @@ class Drafter(nn.Module):
 
 
 def with_lora(model: Any, fields: Mapping[str, Any], **more: Any) -> Any:
-    """The `PeftModel` around a model, with LoRA matrices; `fields` of its config replace the recipe's."""
+    """The `PeftModel` around a model, with LoRA matrices; `fields` of its config replace the recipe's.
+
+    `ValueError` for a head if hf_specgen would not load the adapter.
+    """
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(**{"r": 16, "lora_alpha": 32, **more, **fields}))
+    config = LoraConfig(**{"r": 16, "lora_alpha": 32, **more, **fields})
+    if not isinstance(model, PreTrainedModel):  # PEFT loads the adapters of models
+        with named_errors("lora"):
+            check_plain_lora(config.to_dict())
+    return get_peft_model(model, config)
 
 
 def answer_numbers(batch: Batch) -> torch.Tensor:

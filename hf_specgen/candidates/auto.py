@@ -84,7 +84,7 @@ def _strategy(source: Source) -> Build:
     if source.file(EXIT_CONFIG) is not None:
         return LayerSkipCandidates.of_checkpoint
     if (base := base_of_adapter(source)) is not None:  # of a head or a draft model, which it is loaded with
-        return _strategy(Source(base, None, source.token, None, source.cache_dir, source.trust_remote_code))
+        return _strategy(base)
     checkpoint = open_checkpoint(source)
     with named_errors(source):
         check_supported(checkpoint)

@@ -35,7 +35,18 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 """PEFT puts this before the names of the adapted module's tensors."""
-UNSUPPORTED_LORA = ("rank_pattern", "alpha_pattern", "use_dora", "lora_bias")
+LORA_KEYS = {
+    # Read. Which layers are adapted, and what else was trained, is seen in the tensors.
+    *("peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights", "base_model_name_or_path", "revision"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "bias"),
+    # Identities, training, layers that are not linear, and settings of options that are keys of their own.
+    *("task_type", "auto_mapping", "peft_version", "inference_mode", "lora_dropout", "fan_in_fan_out"),
+    *("runtime_config", "megatron_core", "qalora_group_size"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+}
+"""Keys of adapter_config.json that are read or do not change a plain LoRA; others have to be empty or false."""
+PLAIN_INITS = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
+"""Values of `init_lora_weights` with which PEFT leaves the weights of the adapted layers as they are."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -284,24 +295,36 @@ def load_adapter(module: nn.Module, source: Source, saved: Sequence[str] = ()) -
 
 def _rank_and_scale(config: Fields) -> tuple[int, float]:
     """The rank of the matrices of a plain LoRA, and the factor of the products of `lora_B` and `lora_A`."""
+    check_plain_lora(config.values)
+    rank = config.integer("r")
+    return rank, config.number("lora_alpha") / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def check_plain_lora(config: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` for an adapter config of PEFT by which layers compute more than their LoRA matrices say."""
     if config.get("peft_type") != "LORA":
         raise ValueError(f"peft_type must be 'LORA', got {config.get('peft_type')!r:.80}; train a LoRA adapter")
-    for name in UNSUPPORTED_LORA:
-        if config.get(name):
-            raise ValueError(f"{name}={config.get(name)!r:.80} is not supported; train a plain LoRA adapter")
-    rank = config.integer("r")
-    alpha = Fields(config.values, {"lora_alpha": rank}).number("lora_alpha")
-    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    for name, value in config.items():
+        if value and name not in LORA_KEYS:
+            raise ValueError(f"{name}={value!r:.80} is not supported; train a plain LoRA adapter")
+    if (init := config.get("init_lora_weights")) not in PLAIN_INITS:
+        raise ValueError(
+            f"init_lora_weights={init!r:.80} is not supported, as it may change the weights of the adapted layers; "
+            "train with another one, or convert the adapter (path_initial_model_for_weight_conversion of PEFT)"
+        )
 
 
-def base_of_adapter(source: Source) -> str | None:
+def base_of_adapter(source: Source) -> Source | None:
     """The draft head or draft model that the LoRA adapter in a folder or repository belongs to; None without one."""
     if (path := source.file(ADAPTER_CONFIG)) is None:
         return None
     with named_errors(path):
-        base = Fields(read_json(path)).text("base_model_name_or_path") or None
-        if base and replace(source, path_or_id=base, revision=None, subfolder=None).file(ADAPTER_CONFIG) is not None:
-            raise ValueError(f"base_model_name_or_path {base[:120]!r} is an adapter itself; merge that adapter first")
+        config = Fields(read_json(path))
+        if not (name := config.text("base_model_name_or_path")):
+            return None
+        base = replace(source, path_or_id=name, revision=config.text("revision") or None, subfolder=None)
+        if base.file(ADAPTER_CONFIG) is not None:
+            raise ValueError(f"base_model_name_or_path {name[:120]!r} is an adapter itself; merge that adapter first")
         return base
 
 

@@ -140,7 +140,7 @@ def load_head(
     cache = None if cache_dir is None else str(cache_dir)
     source = Source(os.path.expanduser(path_or_id), revision, token, subfolder, cache)
     if (base := base_of_adapter(source)) is not None:
-        head = load_head(base, token=token, cache_dir=cache_dir, dtype=dtype)
+        head = load_head(base.path_or_id, revision=base.revision, token=token, cache_dir=cache_dir, dtype=dtype)
         merge_adapter(head, source)
         return head
     return read_head(open_checkpoint(source), dtype)

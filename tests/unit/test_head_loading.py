@@ -1,5 +1,7 @@
 """Loading draft heads: layouts of files, the Hub, the target that fits; damaged files: `test_damaged_heads.py`."""
 
+import copy
+import dataclasses
 import json
 import shutil
 from dataclasses import replace
@@ -11,7 +13,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -23,7 +25,7 @@ from hf_specgen.heads.exit_head import exit_layer_of
 from hf_specgen.heads.export import export_head, save_head
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.mtp import load_mtp
-from hf_specgen.heads.source import source_errors
+from hf_specgen.heads.source import Source, source_errors
 from tests.helpers import fresh_model, prompts
 from tests.helpers.head_fixtures import small_eagle
 from tests.helpers.medusa import random_heads
@@ -187,6 +189,57 @@ def test_mtp_of_target_without_a_name_raises() -> None:
     """Would catch: an error of a path that nobody gave."""
     with pytest.raises(ValueError, match="name its checkpoint"):
         load_mtp(target())
+
+
+REFUSED_LORA = {
+    *("rank_pattern", "alpha_pattern", "megatron_config", "trainable_token_indices", "use_dora", "velora_config"),
+    *("alora_invocation_tokens", "use_qalora", "monteclora_config", "layer_replication", "lora_bias", "use_bdlora"),
+    *("target_parameters", "arrow_config", "kasa_config", "ensure_weight_tying"),
+}
+"""Fields of `LoraConfig` that have to be empty."""
+
+
+def test_every_field_of_the_lora_config_is_read_harmless_or_refused() -> None:
+    """Would catch: a field of a new PEFT that changes what layers compute, and that nobody has decided on."""
+    fields = {field.name for field in dataclasses.fields(LoraConfig)}
+    assert fields - checkpoint.LORA_KEYS - REFUSED_LORA == set(), "decide on these fields, see LORA_KEYS"
+    checkpoint.check_plain_lora(LoraConfig().to_dict())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        *(({"init_lora_weights": init}, None) for init in (True, False, "gaussian", "orthogonal", "eva", "mica")),
+        *(({"init_lora_weights": init}, f"init_lora_weights='{init}'") for init in ("pissa", "pissa_niter_4", "olora")),
+        ({"use_rslora": True}, None),
+        ({"alora_invocation_tokens": [3]}, r"alora_invocation_tokens=\[3\]"),
+        ({"use_dora": True}, "use_dora=True"),
+    ],
+)
+def test_merged_adapter_computes_what_peft_computes_or_is_refused(changes: Any, reason: Any, tmp_path: Path) -> None:
+    """Would catch: options of an adapter that change the base weights, or when it acts, taken for a plain LoRA."""
+    model, ids = fresh_model("llama"), prompts(1)["input_ids"]
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], **changes)
+    adapted = get_peft_model(copy.deepcopy(model), config)
+    for name, weight in adapted.named_parameters():
+        if ".lora_" in name:
+            weight.data += 0.05 * torch.randn_like(weight)
+    adapted.save_pretrained(tmp_path)
+    if reason is not None:
+        with pytest.raises(ValueError, match=reason):
+            checkpoint.merge_adapter(model, Source(str(tmp_path)))
+        return
+    expected = PeftModel.from_pretrained(copy.deepcopy(model), tmp_path).eval()(ids).logits
+    checkpoint.merge_adapter(model, Source(str(tmp_path)))
+    torch.testing.assert_close(model(ids).logits, expected)
+
+
+def test_adapter_of_a_head_names_the_revision_of_its_base(folder: Path) -> None:
+    """Would catch: an adapter that is merged into the newest revision instead of the one it was trained on."""
+    config = {"base_model_name_or_path": "org/head", "revision": "v2"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(OSError, match="org/head@v2"):
+        load_head(folder)
 
 
 def test_embedded_adapters_still_load(reference_model: Any) -> None:

@@ -25,7 +25,7 @@ from conversations import (
     prompt_of,
     read_rows,
 )
-from drafter import answer_numbers, choose_anchors
+from drafter import answer_numbers, choose_anchors, with_lora
 from generate_answers import AnswerArguments, chosen_prompts, folder_of
 from losses import later_pairs
 from tests.helpers.paths import ROOT
@@ -374,3 +374,9 @@ def test_check_arguments_to_resume_a_result_without_checkpoints_is_refused(tmp_p
         ValueError, match=r"holds a finished result without a checkpoint .* replace it with --overwrite"
     ):
         check_arguments(args)
+
+
+def test_with_lora_refuses_for_a_head_what_its_loader_refuses() -> None:
+    """Would catch: an adapter that is trained for hours, and then loads as another one or not at all."""
+    with pytest.raises(ValueError, match="lora: init_lora_weights='pissa' is not supported"):
+        with_lora(torch.nn.Sequential(torch.nn.Linear(2, 2)), {"init_lora_weights": "pissa"}, target_modules=["0"])
