@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Set
 from typing import Any
 
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import PretrainedConfig
 
 from hf_specgen.heads.checkpoint import Fields
 
@@ -30,14 +30,14 @@ ROPE = _names(
 """Keys of rotary parameters; the sections of "mrope" change nothing where there is only text."""
 ANYWHERE = _names("rope_is_neox_style is_neox_style use_gemma_norm attention_value_scale attention_sink_bias")
 """Keys that are read wherever they stand."""
-LAYERS = (
-    LlamaConfig().to_dict().keys()
-    | Qwen2Config().to_dict().keys()
-    | Qwen3Config().to_dict().keys()
-    | _names("rope_scaling rope_theta partial_rotary_factor v_head_dim swiglu_alpha swiglu_limit")
-    | ANYWHERE
+LAYERS = ANYWHERE | _names(
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim v_head_dim "
+    "vocab_size hidden_act rms_norm_eps max_position_embeddings rope_parameters rope_scaling rope_theta "
+    "partial_rotary_factor swiglu_alpha swiglu_limit layer_types sliding_window use_sliding_window max_window_layers "
+    # Whether there are biases is seen in the tensors; Llama computed the same in slices (tensor parallelism).
+    "attention_bias mlp_bias pretraining_tp"
 )
-"""Keys of layers of Llama, Qwen2 and Qwen3; whether there are biases is seen in the tensors."""
+"""Keys of layers of Llama, Qwen2 and Qwen3."""
 GEMMA = _names(
     "attention_k_eq_v enable_moe_block hidden_activation hidden_size_per_layer_input num_kv_shared_layers "
     "per_layer_config use_bidirectional_attention use_double_wide_mlp vocab_size_per_layer_input global_head_dim "

@@ -142,8 +142,26 @@ def eagle_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((2, num_layers // 2, num_layers - 3)))
 
 
+def _check_full_attention(file: HeadFile) -> None:
+    """Raise a `ValueError` if the config gives a layer a sliding window; Qwen ignores it where its use is off."""
+    layers = file.of_layers
+    use = layers.get("use_sliding_window")
+    window = None if use is False else layers.optional_integer("sliding_window")
+    if window is None:
+        return
+    types = layers.values.get("layer_types")
+    if types is None and use:
+        full = layers.optional_integer("max_window_layers") or 0
+        types = ["full_attention" if layer < full else "sliding_attention" for layer in range(file.num_layers)]
+    if "sliding_attention" in list(types or ())[: file.num_layers]:
+        raise ValueError(
+            f"EAGLE heads with a sliding window ({window} positions) are not supported; load one with full attention"
+        )
+
+
 def load_eagle1(file: HeadFile) -> Eagle1Head:
     """An EAGLE-1, EAGLE-2 or HASS head: a Llama config, and a layer without the first norm."""
+    _check_full_attention(file)
     options = file.common(projects=False)
     if options["layer"].is_gemma:
         raise ValueError("EAGLE-1 heads with layers of Gemma 4 are not supported; load an EAGLE-3 head")
@@ -153,6 +171,7 @@ def load_eagle1(file: HeadFile) -> Eagle1Head:
 
 def load_eagle3(file: HeadFile) -> Eagle3Head:
     """An EAGLE-3 or P-EAGLE head: a Llama or Qwen3 config, flat or in the format of speculators."""
+    _check_full_attention(file)
     fields = file.fields
     # In other flat files the field says whether there is a norm before the output matrix.
     feeds_back = file.is_nested or file.has("layers.0.self_attn.kv_b_proj.weight")

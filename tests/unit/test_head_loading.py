@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -27,7 +28,7 @@ from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.mtp import load_mtp
 from hf_specgen.heads.source import Source, source_errors
 from tests.helpers import fresh_model, prompts
-from tests.helpers.head_fixtures import small_eagle
+from tests.helpers.head_fixtures import FIXTURES, small_eagle
 from tests.helpers.medusa import random_heads
 from tests.helpers.network import unreachable_hub
 
@@ -189,6 +190,32 @@ def test_mtp_of_target_without_a_name_raises() -> None:
     """Would catch: an error of a path that nobody gave."""
     with pytest.raises(ValueError, match="name its checkpoint"):
         load_mtp(target())
+
+
+SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 8}
+
+
+@pytest.mark.parametrize("name", ["speculators_peagle_llama", "speculators_eagle3_b_qwen3_nbr", "eagle1_original"])
+@pytest.mark.parametrize(
+    ("changes", "is_refused"),
+    [
+        ({**SLIDING, "use_sliding_window": True}, True),
+        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0, "layer_types": None}, True),
+        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 28, "layer_types": None}, False),
+        ({"sliding_window": 8, "use_sliding_window": True, "layer_types": ["full_attention"]}, False),
+        ({**SLIDING, "use_sliding_window": False}, False),
+        ({**SLIDING, "sliding_window": None}, False),
+    ],
+)
+def test_eagle_head_with_a_sliding_window_is_refused(name: str, changes: Any, is_refused: bool, tmp_path: Path) -> None:
+    """Would catch: a window that is ignored, so that drafts of long texts are those of another head."""
+    folder = tmp_path / "head"
+    shutil.copytree(FIXTURES[name].checkpoint_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config.get("transformer_layer_config", config).update(changes)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"sliding window \(8 positions\)") if is_refused else nullcontext():
+        load_head(folder)
 
 
 REFUSED_LORA = {
