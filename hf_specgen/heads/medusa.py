@@ -56,7 +56,7 @@ class MedusaConfig(HeadConfig):
     num_layers: int = 1  # residual layers of each head
     own_outputs: bool = False  # an output matrix for each head, instead of the target's
     reads_path: bool = False  # also the embeddings of the next token and of the draft tokens after it (Hydra)
-    logit_scale: float = 1.0  # factor on the logits of own output matrices
+    logit_scale: float = 1.0  # factor on the logits
     lora_rank: int = 0  # of a matrix for each head that is added to the target's output matrix; 0: none
 
     def __post_init__(self) -> None:
@@ -154,13 +154,13 @@ class MedusaHeads(DraftHead):
     def scores(self, heads: Sequence[int], states: torch.Tensor, shared: nn.Module) -> torch.Tensor:
         """`[..., heads, draft_vocab]` scores for the states of some heads; `shared` is the target's output matrix."""
         if self.config.own_outputs:
-            own = [self.lm_heads[head](states[..., place, :]) for place, head in enumerate(heads)]
-            return _stacked(own) * self.config.logit_scale
-        scores: torch.Tensor = shared(states)
-        if not self.config.lora_rank:
-            return scores
-        added = [self.lora_B[head](self.lora_A[head](states[..., place, :])) for place, head in enumerate(heads)]
-        return scores + _stacked(added)
+            scores = _stacked([self.lm_heads[head](states[..., place, :]) for place, head in enumerate(heads)])
+        else:
+            scores = shared(states)
+        if self.config.lora_rank:
+            added = [self.lora_B[head](self.lora_A[head](states[..., place, :])) for place, head in enumerate(heads)]
+            scores = scores + _stacked(added)
+        return scores * self.config.logit_scale
 
 
 def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:

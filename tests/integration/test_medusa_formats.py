@@ -113,6 +113,19 @@ def test_truncated_vocabulary_scores_the_tokens_of_its_map(layout: str, tmp_path
     assert_same_tokens(model, prompts(2), MedusaCandidates(loaded, tree=8), max_new_tokens=6)
 
 
+@pytest.mark.parametrize(("shape", "to"), [({}, "vllm"), ({}, ""), ({"lora_rank": 2}, ""), ({"own_outputs": True}, "")])
+def test_logit_scale_of_the_config_multiplies_all_logits(shape: Any, to: str, tmp_path: Path) -> None:
+    """Would catch: a factor that is read, and applied only to output matrices of the heads' own."""
+    model = tiny_model("llama")
+    heads = random_heads(model, **shape)
+    export_head(heads, tmp_path, to, model) if to else save_head(heads, tmp_path)
+    edit_config(tmp_path, logit_scale=0.25)
+    hidden = torch.randn(2, heads.config.hidden_size)
+    torch.testing.assert_close(
+        logits_of(load_head(tmp_path), model, hidden), 0.25 * logits_of(heads, model, hidden), atol=1e-5, rtol=1e-5
+    )
+
+
 def test_heads_are_counted_in_the_tensors_and_truncation_needs_a_map(tmp_path: Path) -> None:
     """Would catch: trust in the config (a published set says 2 and contains 5)."""
     heads = random_heads(tiny_model("llama"), num_heads=5, own_outputs=True)
