@@ -21,7 +21,8 @@ from hf_specgen.heads.checkpoint import Fields, named_errors, read_linear
 from hf_specgen.heads.config_keys import check_read
 from hf_specgen.heads.source import Source
 
-CONFIG_FIELDS = ("pard_token", "ptd_token_id", "pard2", "pard2_target_layers", "pard2_scale")
+MASK_TOKEN_FIELDS = ("pard_token", "ptd_token_id")
+CONFIG_FIELDS = (*MASK_TOKEN_FIELDS, "pard2", "pard2_target_layers", "pard2_scale")
 """What the config of a parallel draft model has."""
 PROJECTION_FILE = "warp_model.bin"  # where a PARD-2 checkpoint holds the projection of the target's hidden states
 
@@ -44,11 +45,12 @@ class ParallelDraft:
     @classmethod
     def _of_config(cls, model: PreTrainedModel) -> ParallelDraft | None:
         config = Fields({name: getattr(model.config, name, None) for name in CONFIG_FIELDS})
-        mask = config.optional_integer("pard_token") or config.optional_integer("ptd_token_id")
-        if mask is None:
+        name = next((name for name in MASK_TOKEN_FIELDS if config.get(name) is not None), None)
+        if name is None:
             return None
+        mask = config.integer(name, 0)
         if mask >= embedding_size(model):
-            raise ValueError(f"config.json has pard_token {mask}, but the model has {embedding_size(model)} embeddings")
+            raise ValueError(f"config.json has {name} {mask}, but the model has {embedding_size(model)} embeddings")
         # Keys that the config class of the model has are read by the model.
         class_keys = type(model.config)().to_dict()
         values = {name: value for name, value in model.config.to_dict().items() if name not in class_keys}

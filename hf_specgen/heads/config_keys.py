@@ -50,11 +50,12 @@ LATENT = _names(
     "n_group topk_group topk_method scoring_func routed_scaling_factor first_k_dense_replace ep_size seq_aux"
 )
 """Further keys of layers with multi-head latent attention."""
-HEAD = ANYWHERE | _names(
+MASK_TOKEN_FIELDS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+"""Names of the token that stands for positions which are predicted in parallel; earlier ones count more."""
+HEAD = ANYWHERE.union(MASK_TOKEN_FIELDS) | _names(
     "target_hidden_size draft_vocab_size trained_length num_target_layers logit_scale output_multiplier "
-    "final_logit_softcapping input_embedding_scale mask_token_id pard_token "
-    "dspark_noise_token_id ptd_token_id eagle_aux_hidden_state_layer_ids aux_hidden_state_layer_ids target_layer_ids "
-    "block_size bias"
+    "final_logit_softcapping input_embedding_scale eagle_aux_hidden_state_layer_ids aux_hidden_state_layer_ids "
+    "target_layer_ids block_size bias"
 )
 """Keys that any head may have."""
 EAGLE1 = HEAD - {"input_embedding_scale"}

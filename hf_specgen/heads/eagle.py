@@ -178,6 +178,7 @@ def load_eagle3(file: HeadFile) -> Eagle3Head:
     if not feeds_back and fields.get("norm_output") is False:
         raise ValueError("a head without a norm before its output matrix (norm_output: false) is not supported")
     projects = fields.get("use_aux_hidden_state") is not False
+    is_parallel = file.has("mask_hidden") or fields.get("mask_token_id") is not None
     config = EagleConfig(
         **file.common(projects),
         num_layers=file.num_layers,
@@ -187,6 +188,6 @@ def load_eagle3(file: HeadFile) -> Eagle3Head:
         norm_before_fc=fields.flag("norm_before_fc") or file.has("input_norm.weight"),
         fc_norm=fields.flag("fc_norm") or fields.flag("use_aux_norm") or file.has("fc_norm.0.weight"),
         norm_output=feeds_back and fields.flag("norm_output"),
-        mask_token_id=file.mask_token() if file.has("mask_hidden") or fields.get("mask_token_id") else None,
+        mask_token_id=file.mask_token() if is_parallel else None,
     )
     return file.build(Eagle3Head, config)

@@ -16,7 +16,7 @@ from transformers import DeepseekV3Config, Gemma4TextConfig, LlamaConfig, Pretra
 
 from hf_specgen.heads.base import DraftHead, HeadConfig
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, TensorInfo
-from hf_specgen.heads.config_keys import HEAD, check_keys, merged_fields
+from hf_specgen.heads.config_keys import HEAD, MASK_TOKEN_FIELDS, check_keys, merged_fields
 from hf_specgen.heads.layer_options import PAIR_FLAGS, FoldedOptions, has_neighbouring_pairs, rotary_parameters
 from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.heads.source import first_line
@@ -65,7 +65,6 @@ RENAMED = (
     (re.compile(r"^medusa_heads\.(?=blocks\.)"), ""),  # vLLM
 )
 """Patterns of names in files, with those in our modules."""
-MASK_TOKEN_FIELDS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 Head = TypeVar("Head", bound=DraftHead)
 
 

@@ -22,7 +22,7 @@ from hf_specgen import (
 )
 from hf_specgen.compat import CACHE
 from hf_specgen.heads.head_formats import load_head
-from tests.helpers import SAMPLING, assert_same_tokens, prompts
+from tests.helpers import SAMPLING, assert_same_tokens, perturbed_copy, prompts, tiny_model
 from tests.helpers.calls import drafted_after
 from tests.helpers.goodness_of_fit import fit_of_two_tokens
 from tests.helpers.head_fixtures import FIXTURES
@@ -193,6 +193,17 @@ DRAFTS = ["pard_llama", "pard2_llama"]
 
 def drafts(name: str, **settings: Any) -> Any:
     return AutoCandidates.from_pretrained(FIXTURES[name].head_folder, **settings)
+
+
+@pytest.mark.parametrize("name", ["pard_token", "ptd_token_id"])
+@pytest.mark.parametrize("token", [0, 5])
+def test_draft_model_with_any_mask_token_drafts_in_one_pass(name: str, token: int) -> None:
+    """Would catch: token 0 taken for no mask token, and a draft model that is then run once a token."""
+    model = tiny_model("llama")
+    draft = perturbed_copy(model)
+    setattr(draft.config, name, token)
+    statistics = assert_same_tokens(model, prompts(1), DraftModelCandidates(draft, k=4), max_new_tokens=8)
+    assert all(len(step.tokens_per_pass) == 1 for step in statistics.batch_steps if step.has_draft)
 
 
 @pytest.mark.parametrize("name", DRAFTS)
