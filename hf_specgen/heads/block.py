@@ -160,7 +160,7 @@ def block_options(file: HeadFile) -> dict[str, Any]:
     """The fields of `BlockConfig` in every format; without the first proposing position if the file leaves it open."""
     fields = file.fields
     options = file.common()
-    target_layers = fields.optional_integer("num_target_layers", 1)
+    target_layers = options["num_target_layers"]
     if options["aux_hidden_state_layers"] is None and target_layers is not None:
         options["aux_hidden_state_layers"] = block_layers(target_layers, file.num_layers)
     for name, proposes in ANCHOR_FLAGS.items():
@@ -178,7 +178,6 @@ def block_options(file: HeadFile) -> dict[str, Any]:
         "pairs_undecided": not {*file.of_layers.values, *fields.values} & {*PAIR_FLAGS},
         "block_size": fields.integer("block_size", 2),
         "attention": _attention(file),
-        "num_target_layers": target_layers,
     }
 
 

@@ -117,8 +117,9 @@ def _written(head: DraftHead, folder: str | Path, to: str, target: PreTrainedMod
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     config["dtype"] = str(next(head.parameters()).dtype).removeprefix("torch.")
-    if head.config.trained_length:
-        config["trained_length"] = head.config.trained_length
+    for name in ("trained_length", "num_target_layers"):
+        if (value := getattr(head.config, name)) is not None:
+            config[name] = value
     paths = write_checkpoint(folder, config, "model.safetensors", tensors)
     if mask is not None:
         paths.append(Path(folder) / MASK_EMBEDDING)
@@ -267,7 +268,6 @@ def _zlab(head: BlockHead) -> Config:
         "block_size": config.block_size,
         "is_causal": causal == {True},
         "dflash_config": dflash,
-        "num_target_layers": config.num_target_layers,
     }
 
 

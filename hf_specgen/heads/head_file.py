@@ -240,6 +240,7 @@ class HeadFile:
             "own_lm_head": self.has("lm_head.weight"),
             "speculative_tokens": self.speculative_tokens(),
             "trained_length": fields.optional_integer("trained_length", 1),
+            "num_target_layers": fields.optional_integer("num_target_layers", 1),
             "base_model": fields.nested("speculators_config").nested("verifier").text("name_or_path") or None,
             "input_embedding_scale": hidden**0.5 if scales else own.number("input_embedding_scale"),
             "output_multiplier": own.number("output_multiplier") * own.number("logit_scale"),

@@ -292,10 +292,10 @@ def medusa_file(
     if (ids := tensors.pop("draft_to_target", None)) is not None:
         tensors["token_map"] = ids
     fields: dict[str, Any] = {key: getattr(config, key) for key in OWN_FIELDS}
+    base: dict[str, Any] = {"name_or_path": config.base_model, "model_type": config.target_type}
+    fields["base"] = base | {"num_hidden_layers": config.num_target_layers}
     if not to:
-        base: dict[str, Any] = {"name_or_path": config.base_model, "model_type": config.target_type}
-        base["num_hidden_layers"] = config.num_target_layers
-        return fields | {"model_type": MODEL_TYPE, "base": base}, name, tensors
+        return fields | {"model_type": MODEL_TYPE}, name, tensors
     _check_expressible(config, to, target)
     if config.lora_rank:
         matrix = output_matrix(cast(PreTrainedModel, target)).weight
