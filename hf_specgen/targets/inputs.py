@@ -240,8 +240,8 @@ def healed_prompt(model: Any, input_ids: torch.Tensor, tokenizer: Any) -> torch.
 
 
 def prompt_columns(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> int:
-    """The columns of the prompt, which may be given as embeddings alone."""
-    embeddings = model_kwargs.get("inputs_embeds")
+    """The columns of the decoder's prompt, which may be given as embeddings alone; an encoder has read its own."""
+    embeddings = None if "encoder_outputs" in model_kwargs else model_kwargs.get("inputs_embeds")
     return int((input_ids if embeddings is None else embeddings).shape[1])
 
 

@@ -51,6 +51,20 @@ def test_partly_accepted_drafts_same_tokens(kind: str, sampling: str) -> None:
     assert 0 < speculation.accepted < speculation.drafted
 
 
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("kind", ["t5", "bart", "marian"])
+def test_embeddings_of_the_encoders_text_same_tokens(kind: str, sampling: str) -> None:
+    """Would catch: the embeddings that the encoder reads taken for the prompt of the decoder."""
+    model, inputs = encoder_decoder(kind), encoder_inputs(kind, 3)
+    embeddings = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    given = {**inputs, "inputs_embeds": embeddings}
+    prompt = torch.tensor([[START, 5, 6], [START, 7, 8], [START, 9, 4]])
+    for more in ({}, {"decoder_input_ids": prompt}):
+        assert_same(kind, given | more, ORACLES["sometimes"], model, max_new_tokens=12, **SAMPLING[sampling])
+    with pytest.raises(ValueError, match="the draft's encoder reads token ids"):
+        model.generate(**given, max_new_tokens=4, candidate_generator=DraftModelCandidates(perturbed_copy(model)))
+
+
 PROCESSORS: dict[str, dict[str, Any]] = {
     "forced": {"forced_bos_token_id": 7, "forced_eos_token_id": 9},
     "minimum": {"min_length": 9, **ENDS},
