@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ class TransformersCandidates(Candidates):
     """Wraps a `transformers` `CandidateGenerator`.
 
     Args:
-        generator: any generator whose `get_candidates(input_ids)` needs nothing but the text. The statistics of the
-            last call are set on it as `generator.speculation`.
+        generator: any generator whose `get_candidates(input_ids)` needs nothing but the text, such as those
+            that Transformers builds. Its calls are those of Transformers' loop. The statistics of the last call are set
+            on it as `generator.speculation`.
 
     Raises:
         ValueError: if the generator requires the target's outputs.
@@ -58,27 +60,57 @@ class TransformersCandidates(Candidates):
 
 
 class _TransformersSession(DraftSession):
+    """Calls a generator as Transformers' loop does: first with the prompt alone.
+
+    Here the first token comes from the prefill. If the first candidates begin with it, the others are the draft.
+    """
+
     def __init__(self, batch: DraftBatch, generator: CandidateGenerator):
         super().__init__(batch)
         self._generator = generator
+        self._is_first = True
+        self._proposed = 0  # by the last call of the generator
+        self._matched = 0  # of these the ones that had been generated before
         self._drafted = False
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         self._drafted = max_depths[0] > 0
         if not self._drafted:
             return DraftTree.empty(1)
-        text = self._text()
+        generated = self.batch.state.generated[0]
+        candidates = self._candidates([] if self._is_first else generated)
+        self._matched = 0
+        if self._is_first:
+            self._is_first = False
+            pairs = zip(candidates, generated, strict=False)
+            self._matched = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if self._matched < len(generated):
+                self._report(self._matched)
+                self._matched = 0
+                candidates = self._candidates(generated)
+        return DraftTree.chains([candidates[self._matched :][: max_depths[0]]])
+
+    def _candidates(self, generated: list[int]) -> list[int]:
+        """What the generator proposes after the prompt and these tokens."""
+        text = self._text(generated)
         candidates: Any = self._generator.get_candidates(text)[0]  # type: ignore[arg-type]
         if getattr(candidates, "ndim", 0) != 2 or len(candidates) != 1:
             name = self.batch.call.drafting.name
             raise ValueError(f"get_candidates of {name} must return ids [1, length] and scores, got {candidates!r:.80}")
-        return DraftTree.chains([candidates[0, text.shape[1] :].tolist()[: max_depths[0]]])
+        tokens: list[int] = candidates[0, text.shape[1] :].tolist()
+        self._proposed = len(tokens)
+        return tokens
 
     def observe(self, result: VerificationResult) -> None:
         if self._drafted:
-            accepted = len(result.paths[0] or ())
-            self._generator.update_candidate_strategy(self._text(), None, accepted)  # type: ignore[arg-type]
+            self._report(self._matched + len(result.paths[0] or ()))
 
-    def _text(self) -> torch.Tensor:
-        state = self.batch.state
-        return torch.tensor([state.prompts[0] + state.generated[0]], device=self.batch.device)
+    def _report(self, accepted: int) -> None:
+        """Report how many of the last candidates were accepted; of the scores generators read the length alone."""
+        text = self._text(self.batch.state.generated[0])
+        scores = text.new_zeros(1, 1 + self._proposed, 0, dtype=torch.float32)
+        self._generator.update_candidate_strategy(text, scores, accepted)  # type: ignore[arg-type]
+
+    def _text(self, generated: list[int]) -> torch.Tensor:
+        """`[1, tokens]` the prompt and these tokens."""
+        return torch.tensor([self.batch.state.prompts[0] + generated], device=self.batch.device)

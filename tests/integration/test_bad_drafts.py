@@ -82,6 +82,9 @@ class ProposesIds(CandidateGenerator):
     def get_candidates(self, input_ids: torch.Tensor) -> Any:  # type: ignore[override]
         return self._make(input_ids)
 
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: Any, num_matches: int) -> None:
+        """Nothing to update."""
+
 
 def with_q(q: Any) -> Proposes:
     return Proposes(lambda rows: DraftTree([[5]], ((-1,),), q))

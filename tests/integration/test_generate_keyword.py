@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, LogitsProcessor, LogitsProcessorList
-from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 
 import hf_specgen
 from hf_specgen import (
@@ -156,26 +156,57 @@ def test_strategy_inside_transformers_own_loop_raises_with_the_remedy(monkeypatc
 # Transformers' generators in our loop
 
 
-class RepeatingGenerator(CandidateGenerator):
-    """Proposes the last token twice, and records how many tokens were accepted."""
+class RecordingGenerator(CandidateGenerator):
+    """Proposes two tokens of a text, followed by a wrong one, and records its calls."""
 
-    def __init__(self) -> None:
-        self.accepted: list[int] = []
+    def __init__(self, text: list[int]) -> None:
+        self.text = text
+        self.calls: list[Any] = []
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        return torch.cat([input_ids, input_ids[:, -1:], input_ids[:, -1:]], dim=1), None
+        self.calls.append(input_ids.tolist())
+        known = self.text[input_ids.shape[1] :][:2]
+        return torch.cat([input_ids, torch.tensor([[*known, 98]])], dim=1), None
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: Any, num_matches: int) -> None:
-        self.accepted.append(num_matches)
+        self.calls.append((input_ids.tolist(), len(scores[0]), num_matches))
 
 
-def test_native_generator_of_the_caller_learns_of_acceptance() -> None:
-    """Would catch: a generator of Transformers that never learns what was accepted, or has no statistics."""
-    model, inputs, generator = tiny_model("llama"), prompts(1), RepeatingGenerator()
-    output = model.generate(**inputs, max_new_tokens=30, candidate_generator=generator, return_dict_in_generate=True)
-    assert torch.equal(output.sequences, model.generate(**inputs, max_new_tokens=30))
-    assert generator.accepted == [step.accepted for step in output.speculation.rows[0] if step.drafted]
-    assert generator.speculation is output.speculation  # type: ignore[attr-defined]
+@pytest.mark.parametrize("is_right", [True, False])
+def test_native_generator_receives_the_calls_of_transformers_loop(is_right: bool, monkeypatch: Any) -> None:
+    """Would catch: a generator that starts with another text than the prompt, or never learns what was accepted."""
+    model, inputs = tiny_model("llama"), prompts(1)
+    expected = model.generate(**inputs, max_new_tokens=12)
+    [text] = expected.tolist()
+    if not is_right:
+        text[inputs["input_ids"].shape[1]] = 97
+    ours, theirs = RecordingGenerator(text), RecordingGenerator(text)
+    output = model.generate(**inputs, max_new_tokens=12, candidate_generator=ours, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected)
+    assert ours.speculation is output.speculation and output.speculation.accepted > 0  # type: ignore[attr-defined]
+    monkeypatch.setattr(type(model), "_get_candidate_generator", lambda self, **_: theirs)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=12, prompt_lookup_num_tokens=2), expected)
+    assert len(ours.calls) >= 6 and ours.calls == theirs.calls[: len(ours.calls)]
+
+
+@pytest.mark.parametrize("schedule", ["constant", "heuristic"])
+def test_assisted_generator_as_transformers_builds_it_same_tokens(schedule: str) -> None:
+    """Would catch: an assistant whose first text is longer than the mask of the prompt, or scores that it measures."""
+    model, inputs = tiny_model("llama"), prompts(1)
+    assistant = perturbed_copy(model)
+    settings: Any = {"min_length": 0, "max_length": 60, "pad_token_id": 0, "do_sample": False}
+    for name, value in settings.items():
+        setattr(assistant.generation_config, name, value)
+    assistant.generation_config.num_assistant_tokens_schedule = schedule
+    generator = AssistedCandidateGenerator(
+        inputs["input_ids"],
+        assistant,
+        assistant.generation_config,
+        {"attention_mask": inputs["attention_mask"]},
+    )
+    output = model.generate(**inputs, max_new_tokens=20, candidate_generator=generator, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, model.generate(**inputs, max_new_tokens=20))
+    assert output.speculation.accepted > 0
 
 
 # `AutoCandidates`: every format leads to its strategy, and every other folder to a reason
