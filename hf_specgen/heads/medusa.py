@@ -160,7 +160,7 @@ class MedusaHeads(DraftHead):
         if self.config.lora_rank:
             added = [self.lora_B[head](self.lora_A[head](states[..., place, :])) for place, head in enumerate(heads)]
             scores = scores + _stacked(added)
-        return scores * self.config.logit_scale
+        return scores if self.config.logit_scale == 1.0 else scores * self.config.logit_scale
 
 
 def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
