@@ -30,7 +30,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from arguments import DataArguments, Options, launch, option, parse
 from conversations import ChatFormat, Row, domain_of, first_of_domains, naming_row, prompt_of, read_rows
 from hf_specgen import AutoCandidates, Completion, generate_many
-from hf_specgen.cli.generate import answer_missing, read_answers, write_rows
+from hf_specgen.cli.generate import answer_missing, digest, read_answers, write_rows
+from hf_specgen.evaluation.workloads import local_files
 
 Numbered = Sequence[tuple[int, Row]]
 """Rows with their numbers, which decide the seeds of their answers."""
@@ -180,9 +181,9 @@ def _key(row: Row) -> str:
 
 
 def folder_of(args: AnswerArguments) -> Path:
-    """The folder for answers of an unfinished run, named by the settings that they depend on."""
+    """The folder for answers of an unfinished run, named by the settings and local weights that they depend on."""
     settings = {name: value for name, value in asdict(args).items() if name not in OTHERS}
-    return Path(f"{args.output}.{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]}.parts")
+    return Path(f"{args.output}.{digest([settings, local_files(args.target)])}.parts")
 
 
 if __name__ == "__main__":

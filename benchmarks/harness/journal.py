@@ -21,18 +21,19 @@ class Journal:
         plan: a dataclass with the settings of the run; only a run with equal settings can be resumed.
         rank: of this process.
         resume: continue with the records in the folder instead of replacing them.
+        inputs: a digest of what is measured: prompts and local weights; only a run with the same can be resumed.
 
     Attributes:
         old: records of the run that is resumed.
         new: records added since.
     """
 
-    def __init__(self, folder: Path, plan: Any, rank: int = 0, *, resume: bool = False):
+    def __init__(self, folder: Path, plan: Any, rank: int = 0, *, resume: bool = False, inputs: str = ""):
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"records-{rank}.jsonl"
         self.old: list[Record] = []
         self.new: list[Record] = []
-        header = json.loads(json.dumps({"plan": asdict(plan)}))
+        header = json.loads(json.dumps({"plan": asdict(plan), "inputs": inputs}))
         if resume:
             self.old = read(folder, header)
         kept = _lines(self._path) if resume and self._path.exists() else []
@@ -65,7 +66,8 @@ def read(folder: Path, header: dict[str, Any] | None = None) -> list[Record]:
     for file in files:
         first, *units = map(json.loads, _lines(file) or [json.dumps(header)])
         if header is not None and first != header:
-            raise JournalError(f"{file} was measured with other options; repeat those, or choose another --out")
+            changed = "options" if first["plan"] != header["plan"] else "prompts or weights"
+            raise JournalError(f"{file} was measured with other {changed}; repeat those, or choose another --out")
         records += [record for unit in units for record in unit]
     return records
 

@@ -28,11 +28,12 @@ from benchmarks.harness.wide import widen
 from benchmarks.workloads.domains import Domain
 from benchmarks.workloads.prompts import first_turns
 from hf_specgen import Candidates
+from hf_specgen.cli.generate import digest
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.evaluation.cost import QUERIES, measure_cost_curve
 from hf_specgen.evaluation.measure import Sample, Variant, first_difference
 from hf_specgen.evaluation.published import PUBLISHED, published
-from hf_specgen.evaluation.workloads import load
+from hf_specgen.evaluation.workloads import load, local_files
 from hf_specgen.prepacked_weights import prepacked
 
 DEFAULT_PLAIN = "plain, default"
@@ -170,7 +171,8 @@ def run(plan: Plan, folder: Path, console: Console, *, resume: bool = False) -> 
     families = build(plan.strategies, plan.peers, model, profile)
     if plan.default_settings:
         families = [family.with_defaults() for family in families]
-    journal = Journal(folder, plan, state.process_index, resume=resume)
+    inputs = digest([[domain.conversations for domain in domains], local_files(str(model.name_or_path))])
+    journal = Journal(folder, plan, state.process_index, resume=resume, inputs=inputs)
     bench = Bench(model, tokenizer, journal, state, plan, profile)
     begin = perf_counter()
     try:

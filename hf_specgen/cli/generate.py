@@ -7,13 +7,14 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
 from typing import Any
-from zlib import crc32
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from tqdm.auto import tqdm
 
 from hf_specgen.batching.many_prompts import generate_many
@@ -38,12 +39,12 @@ def show(settings: GenerateSettings) -> None:
         raise ValueError(f"{settings.output} exists already; delete it or name another file")
     rows = rows_of(settings)
     history = NgramHistory.of_file(settings.history) if settings.history else None
-    # Each run has a folder of its own, by the settings that decide its answers.
-    run = {name: str(value) for name, value in asdict(settings).items() if name not in RESUMABLE}
-    number = crc32(json.dumps(run, sort_keys=True).encode())
-    parts = settings.output.with_name(f"{settings.output.name}.{number:08x}.parts")
     model, tokenizer = workloads.load(settings.target, settings.dtype, settings.device or str(processes.device))
     texts = [prompt_text(tokenizer, row[settings.column], settings.chat) for row in rows]
+    # Each run has a folder of its own, by all that its answers depend on.
+    run = {name: str(value) for name, value in asdict(settings).items() if name not in RESUMABLE}
+    key = digest([run, texts, workloads.local_files(settings.model)])
+    parts = settings.output.with_name(f"{settings.output.name}.{key}.parts")
     options = {"tokenizer": tokenizer, "trust_remote_code": settings.trust_remote_code}
     strategy = chosen_strategy(settings.draft, with_history=history is not None, **options)
     counts = list[int]()
@@ -72,6 +73,11 @@ def show(settings: GenerateSettings) -> None:
         processes.print("\n".join(filter(None, lines)))
 
 
+def digest(value: Any) -> str:
+    """16 hexadecimal digits that differ for different values of JSON's types."""
+    return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def explanation(counts: Statistics, rows: int) -> str:
     """Why steps gained little, and what to do; empty if they gained."""
     if counts.tokens_per_step >= LITTLE_GAIN:
@@ -91,6 +97,7 @@ def answer_missing(
     the progress bar, the tokens of the answer where they are known. Each answer is written at once.
     """
     processes = PartialState()
+    (parts,) = broadcast_object_list([parts])  # modification times in its name may differ between machines
     known = read_answers(parts)
     missing = [number for number in numbers if number not in known]
     answered = len(numbers) - len(missing)

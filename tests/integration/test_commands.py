@@ -319,6 +319,28 @@ def test_interrupted_run_is_resumed(source: Path, monkeypatch: pytest.MonkeyPatc
     assert rows(resumed) == rows(complete) and len(answered) == 3 + 5 + 3
 
 
+@pytest.mark.parametrize("changed", ["prompts", "weights"])
+def test_interrupted_run_with_other_prompts_or_weights_begins_anew(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    """Would catch: answers to earlier prompts, or of earlier weights, beside the prompts of a row number."""
+    target = tmp_path / "target_beside_prompts"
+    shutil.copytree(target, tmp_path / "own")
+    target.unlink()
+    (tmp_path / "own").rename(target)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda _: None)  # as if the run were interrupted before its end
+        generate_rows(source, source.with_name("first.jsonl"))
+    source.with_name("first.jsonl").unlink()
+    if changed == "prompts":
+        command.write_rows(source, [{"prompt": text} for text in reversed(PROMPTS)])
+    else:
+        small_llama(8192, 5).save_pretrained(target)
+    assert "0 answered already" in generate_rows(source, source.with_name("first.jsonl"))
+    generate_rows(source, source.with_name("whole.jsonl"))
+    assert rows(source.with_name("first.jsonl")) == rows(source.with_name("whole.jsonl"))
+
+
 def test_history_of_a_run_drafts_in_the_next_one_the_same_answers(source: Path) -> None:
     """Would catch: answers that are not added to the file, other tokens by them, or a head without n-grams for it."""
     plain, file = source.with_name("plain.jsonl"), source.with_name("answers.safetensors")

@@ -107,6 +107,8 @@ def test_journal(tmp_path: Path) -> None:
     assert len(Journal(tmp_path, SMALL, rank=2, resume=True).old) == 3
     with pytest.raises(JournalError, match="measured with other options"):
         Journal(tmp_path, replace(SMALL, seed=5), resume=True)
+    with pytest.raises(JournalError, match="measured with other prompts or weights"):
+        Journal(tmp_path, SMALL, resume=True, inputs="other")
     assert Journal(tmp_path, SMALL).old == []
 
 

@@ -252,6 +252,16 @@ def test_interrupted_answers_continue_with_their_own_settings(changed: Any, is_c
     assert (folder_of(answer_arguments(**changed)) == folder_of(answer_arguments())) == is_continued
 
 
+def test_interrupted_answers_of_a_local_target_with_new_weights_begin_anew(tmp_path: Path) -> None:
+    """Would catch: answers of the weights that a folder had before."""
+    (tmp_path / "model.safetensors").write_bytes(b"old")
+    args = answer_arguments(target=str(tmp_path))
+    earlier = folder_of(args)
+    assert folder_of(args) == earlier
+    (tmp_path / "model.safetensors").write_bytes(b"newer")
+    assert folder_of(args) != earlier
+
+
 def test_a_prompt_keeps_its_number_whatever_else_is_answered(tmp_path: Path) -> None:
     """Would catch: the answer to another prompt, or one with another domain's settings, after the list has changed."""
     write_rows(tmp_path / "few.jsonl", PROMPTS[1:])
