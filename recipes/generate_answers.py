@@ -37,6 +37,9 @@ Numbered = Sequence[tuple[int, Row]]
 """Rows with their numbers, which decide the seeds of their answers."""
 OTHERS = ["output", "drafter", "batch_size", "prompts", "data_split", "data_config", "exclude", "limit", "per_domain"]
 """Arguments on which no answer depends."""
+API_SETTINGS = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "stop")
+SERVER_SETTINGS = ("top_k", "min_p", "repetition_penalty")
+"""Settings of generation that a server takes: those of OpenAI's API, and those of vLLM and SGLang."""
 ROWS_IN_ORDER = 512
 """Rows that are answered before any of the next ones."""
 
@@ -140,14 +143,14 @@ def generation_of(generation: dict[str, Any], row: Row) -> dict[str, Any]:
 def ask_server(args: AnswerArguments, rows: Numbered) -> Iterator[tuple[int, Row]]:
     """Answers of an OpenAI-compatible server, to `batch_size` prompts at the same time."""
     client = InferenceClient(base_url=args.server)
-    extra = {"chat_template_kwargs": dict(args.chat_template_kwargs)} if args.chat_template_kwargs else None
+    for generation in args.generation.values():
+        server_settings(generation, {})  # raises before anything is answered
 
     def ask(numbered: tuple[int, Row]) -> tuple[int, Row]:
         number, row = numbered
-        settings = {**generation_of(args.generation, row), "max_tokens": args.max_new_tokens, "extra_body": extra}
-        if settings.pop("do_sample", True) is False:
-            settings["temperature"] = 0.0
-        settings.pop("top_k", None)
+        template = {"chat_template_kwargs": dict(args.chat_template_kwargs)} if args.chat_template_kwargs else {}
+        settings = server_settings(generation_of(args.generation, row), template)
+        settings["max_tokens"] = args.max_new_tokens
         settings["tools"] = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
         seed = args.seed * 1_000_003 + number
         choice = client.chat_completion(prompt_of(row), model=args.target, seed=seed, **settings).choices[0]
@@ -157,6 +160,23 @@ def ask_server(args: AnswerArguments, rows: Numbered) -> Iterator[tuple[int, Row
 
     with ThreadPoolExecutor(args.batch_size) as pool:
         yield from pool.map(ask, rows)
+
+
+def server_settings(generation: dict[str, Any], extra_body: dict[str, Any]) -> dict[str, Any]:
+    """The settings of generation as arguments of `InferenceClient.chat_completion`; a `ValueError` for any other.
+
+    Those of vLLM and SGLang that are not OpenAI's are fields of `extra_body`.
+    """
+    given = {name: value for name, value in generation.items() if value is not None}
+    if unknown := sorted(given.keys() - {"do_sample", *API_SETTINGS, *SERVER_SETTINGS}):
+        can_be_sent = ", ".join(("do_sample", *API_SETTINGS, *SERVER_SETTINGS))
+        raise ValueError(f"generation has {unknown[0]}, which --server cannot send; remove it. There are {can_be_sent}")
+    if given.pop("do_sample", True) is False:
+        given["temperature"] = 0.0
+    if given.get("top_k") == 0:
+        given["top_k"] = -1  # all tokens, on servers
+    extra = {**extra_body, **{name: given.pop(name) for name in SERVER_SETTINGS if name in given}}
+    return {**given, "extra_body": extra or None}
 
 
 def chosen_prompts(args: AnswerArguments) -> dict[int, Row]:

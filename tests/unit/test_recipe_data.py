@@ -26,7 +26,7 @@ from conversations import (
     read_rows,
 )
 from drafter import answer_numbers, choose_anchors, with_lora
-from generate_answers import AnswerArguments, chosen_prompts, folder_of
+from generate_answers import AnswerArguments, chosen_prompts, folder_of, server_settings
 from losses import later_pairs
 from tests.helpers.paths import ROOT
 from tests.helpers.recipes import write_rows
@@ -260,6 +260,30 @@ def test_interrupted_answers_of_a_local_target_with_new_weights_begin_anew(tmp_p
     assert folder_of(args) == earlier
     (tmp_path / "model.safetensors").write_bytes(b"newer")
     assert folder_of(args) != earlier
+
+
+@pytest.mark.parametrize(
+    ("generation", "sent"),
+    [
+        (
+            {"do_sample": True, "top_k": 20, "temperature": 0.6, "top_p": None},
+            {"temperature": 0.6, "extra_body": {"top_k": 20}},
+        ),
+        ({"top_k": 0, "top_p": 0.9}, {"top_p": 0.9, "extra_body": {"top_k": -1}}),
+        ({"min_p": 0.1, "repetition_penalty": 1.1}, {"extra_body": {"min_p": 0.1, "repetition_penalty": 1.1}}),
+        ({"do_sample": False}, {"temperature": 0.0, "extra_body": None}),
+    ],
+)
+def test_settings_of_generation_are_sent_to_a_server(generation: dict[str, Any], sent: dict[str, Any]) -> None:
+    """Would catch: a setting that is dropped, so that answers are of another distribution."""
+    assert server_settings(generation, {}) == sent
+
+
+@pytest.mark.parametrize("name", ["typical_p", "num_beams", "extra_body", "max_tokens", "seed"])
+def test_settings_of_generation_that_a_server_cannot_take_are_refused(name: str) -> None:
+    """Would catch: an argument of `generate` that the server never receives, or a bare TypeError of a thread."""
+    with pytest.raises(ValueError, match=f"generation has {name}, which --server cannot send; remove it"):
+        server_settings({"temperature": 1.0, name: 2}, {})
 
 
 def test_a_prompt_keeps_its_number_whatever_else_is_answered(tmp_path: Path) -> None:
