@@ -118,6 +118,14 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"content": "", **fields, "role": ROLES.get(fields["role"], fields["role"])}
 
 
+def _text(content: str | list[Any]) -> str:
+    """The content of a message as one text; a `ValueError` if a part of it is none."""
+    parts = [{"text": content}] if isinstance(content, str) else content
+    if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
+        raise ValueError(f"the parts of this content must be texts {{type, text}}, got {content!r:.80}")
+    return "".join(part["text"] for part in parts)
+
+
 def prompt_of(row: Row) -> Messages:
     """The messages before the last answer; a plain text is its own prompt."""
     messages = messages_of(row) or [{"role": "user", "content": row["text"]}]
@@ -147,13 +155,13 @@ class ChatFormat:
         """The text of messages; `generation`: up to the beginning of an answer."""
         if not self.tokenizer.chat_template:
             end = str(self.tokenizer.eos_token or "")
-            return "".join(m["content"] + end * (m["role"] == "assistant") for m in messages)
+            return "".join(_text(m["content"]) + end * (m["role"] == "assistant") for m in messages)
         tools = json.loads(tools) if isinstance(tools, str) else tools
-        return str(
-            self.tokenizer.apply_chat_template(
-                messages, tools=tools or None, add_generation_prompt=generation, tokenize=False, **self._kwargs
-            )
-        )
+        settings = {"tools": tools or None, "add_generation_prompt": generation, "tokenize": False, **self._kwargs}
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, **settings))
+        except Exception as error:  # templates raise what their author chose, of many types
+            raise ValueError(f"the chat template cannot format this conversation: {error}") from error
 
     def encode(self, row: Row, max_length: int) -> Iterator[Row]:
         """Tokens and labels of a conversation: `labels[t]` is token t + 1 if it belongs to an answer.
@@ -186,14 +194,15 @@ class ChatFormat:
         """The text up to the end of the last message, and the part of it that the model generates."""
         content, is_last = messages[-1]["content"], len(messages) == len(messages_of(row))
         if is_last and row.get("finished") is False:
-            return before + content, content
+            return before + _text(content), _text(content)
         after = self.render(messages, row.get("tools"), False)
         if after.startswith(before):
             return after, after[len(before) :]
-        _text, found, end = after.rpartition(content)
-        if not content or not found:
+        text = _text(content)
+        _, found, end = after.rpartition(text) if text else ("", "", "")
+        if not found:
             raise ValueError("the chat template changes a prompt once it has an answer, so answers cannot be marked")
-        return after, content + end
+        return after, text + end
 
 
 def _labelled(ids: list[int], answered: list[bool], max_length: int) -> Iterator[Row]:

@@ -1,5 +1,6 @@
 """What recipes read: formats of conversations, labels, packing, the order of rows; arguments; resumed answers."""
 
+import re
 import signal
 import sys
 import time
@@ -47,6 +48,13 @@ THINKING = (
     "{% if add_generation_prompt %}[assistant]{% if quick %}-{% endif %}{% endif %}"
 )
 
+PARTS = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}</s>"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+REWRITING = "{% if add_generation_prompt %}-{% endif %}"
+
 
 @pytest.mark.parametrize(
     ("row", "expected"),
@@ -80,6 +88,37 @@ def test_every_answer_of_a_conversation_is_learnt_as_it_is_generated(tokenizer: 
     cut_off = next(iter(ChatFormat(tokenizer).encode({"messages": THREE, "finished": False}, 200)))
     cut = cut_off["input_ids"]
     assert cut == ids[: len(cut)] and tokenizer.eos_token_id != cut[-1]
+
+
+@pytest.mark.parametrize("template", [None, PARTS, PARTS + REWRITING], ids=["none", "plain", "rewriting"])
+@pytest.mark.parametrize("finished", [True, False])
+def test_contents_of_several_text_parts_are_encoded_as_one_text(
+    tokenizer: Any, monkeypatch: Any, template: str | None, finished: bool
+) -> None:
+    """Would catch: a TypeError without the number of the row, or other labels than those of the same text."""
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    parts = [{**HI, "content": [{"type": "text", "text": "hi"}]}]
+    parts.append({**YES, "content": [{"type": "text", "text": "ye"}, {"type": "text", "text": "s"}]})
+    chat = ChatFormat(tokenizer)
+    of_parts, of_texts = (list(chat.encode({"messages": m, "finished": finished}, 50)) for m in (parts, [HI, YES]))
+    assert of_parts == of_texts and of_texts
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "row 1: the parts of this content must be texts {type, text}, got [{'type': 'image'}]"),
+        ("{% for m in messages %}{{ ': ' + m.content }}{% endfor %}", "row 1: the chat template cannot format this"),
+    ],
+)
+def test_contents_that_cannot_be_a_text_name_the_row(
+    tokenizer: Any, monkeypatch: Any, template: str | None, message: str
+) -> None:
+    """Would catch: a TypeError of one in 500,000 rows."""
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    rows = Dataset.from_list([{"messages": [{**HI, "content": [{"type": "image"}]}, {**YES, "content": []}]}])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        encoded(rows, ChatFormat(tokenizer), 50)
 
 
 def test_answers_that_a_template_rewrites_later_get_rows_of_their_own(tokenizer: Any, monkeypatch: Any) -> None:
