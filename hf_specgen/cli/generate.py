@@ -143,7 +143,7 @@ def write_rows(output: Path, rows: Iterable[Row]) -> None:
 def rows_of(settings: GenerateSettings) -> list[Row]:
     """The rows of a JSONL file or of a dataset."""
     path = Path(settings.source)
-    is_file = path.suffix in (".jsonl", ".json") or path.is_file()
+    is_file = path.suffix in (".jsonl", ".json", ".gz") or path.is_file()
     rows = (read_rows(path) if is_file else _dataset(settings))[: settings.limit or None]
     for number, row in enumerate(rows, start=1):
         if problem := _problem(row, settings):

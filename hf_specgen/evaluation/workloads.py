@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -182,17 +184,23 @@ def everyday_prompts() -> dict[str, list[str]]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; `{prompt}` for each line of a text file."""
+    """The objects of a JSONL file; `{prompt}` for each line of a text file. Either may be compressed, with .gz."""
     rows = []
+    content, name = path.read_bytes(), path
+    if path.suffix == ".gz":
+        try:
+            content, name = gzip.decompress(content), path.with_suffix("")
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(f"{path} cannot be decompressed: {error}") from None
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = content.decode().replace("\r\n", "\n").replace("\r", "\n").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error}") from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            row = {"prompt": line} if path.suffix == ".txt" else json.loads(line)
+            row = {"prompt": line} if name.suffix == ".txt" else json.loads(line)
         except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict):

@@ -1,6 +1,7 @@
 """All commands: bad input is one sentence and exit code 2, without a traceback; what several of them share."""
 
 import functools
+import gzip
 import json
 import re
 import shutil
@@ -384,6 +385,21 @@ def test_generate_bad_input_is_one_sentence(tmp_path: Path, content: str | bytes
     source.write_bytes(content if isinstance(content, bytes) else content.encode())
     output = generate_rows(source, tmp_path / "out.jsonl", *options, exit_code=2).replace(" ", "")
     assert message.format(source).replace(" ", "") in output
+
+
+def test_compressed_prompts_are_read(source: Path) -> None:
+    """Would catch: a file that is refused as no UTF-8, though such a file may be written; a traceback of a cut one."""
+    compressed = source.with_name("prompts.jsonl.gz")
+    compressed.write_bytes(gzip.compress(source.read_bytes()))
+    generate_rows(source, source.with_name("one.jsonl"))
+    generate_rows(compressed, source.with_name("two.jsonl"))
+    assert rows(source.with_name("one.jsonl")) == rows(source.with_name("two.jsonl"))
+    for content in (compressed.read_bytes()[:-9], b"no gzip"):
+        compressed.write_bytes(content)
+        output = generate_rows(compressed, source.with_name("three.jsonl"), exit_code=2)
+        assert "cannot be decompressed" in output
+    missing = generate_rows(source.with_name("none.jsonl.gz"), source.with_name("three.jsonl"), exit_code=2)
+    assert "No such file" in missing
 
 
 def test_folder_without_data_and_existing_output_are_named(source: Path, tmp_path: Path) -> None:
