@@ -76,7 +76,7 @@ def attach(
         >>> statistics(model).calls
         1
     """
-    target = _target(model)
+    target = _target(model, "attach")
     setattr(target, ATTACHMENT, _attachment(target, candidate_generator, strict, settings))
     install()
     return model
@@ -103,7 +103,7 @@ def detach(model: M) -> M:
         `model`, the same object.
     """
     with suppress(AttributeError):  # nothing is attached
-        delattr(_target(model), ATTACHMENT)
+        delattr(_target(model, "detach"), ATTACHMENT)
     return model
 
 
@@ -119,7 +119,7 @@ def attached(
     Yields:
         the statistics of the calls in the block, updated with every call.
     """
-    target = _target(model)
+    target = _target(model, "attached")
     attachment = _attachment(target, candidate_generator, settings.pop("strict", False), settings)
     with _block(target, attachment):
         token = _own_blocks.set({**_own_blocks.get(), id(target): attachment})
@@ -164,7 +164,7 @@ def statistics(model: nn.Module) -> CallTotals:
     Raises:
         ValueError: if no strategy is attached.
     """
-    target = _target(model)
+    target = _target(model, "statistics")
     attachment = _attached_to(target)
     if attachment is None:
         raise ValueError(
@@ -285,9 +285,9 @@ class _ResumedStreamer(BaseStreamer):
         self._streamer.end()
 
 
-def _target(model: Any) -> PreTrainedModel:
-    """The Transformers model inside wrappers."""
+def _target(model: Any, function: str) -> PreTrainedModel:
+    """The Transformers model inside wrappers, which a function was given."""
     inner = unwrapped_model(model)
     if inner is None or not hasattr(inner, "generate"):
-        raise TypeError(f"attach takes a Transformers model that can generate, got {type(model).__name__}")
+        raise TypeError(f"{function} takes a Transformers model that can generate, got {type(model).__name__}")
     return inner

@@ -31,9 +31,11 @@ from hf_specgen import (
     SpeculationMonitor,
     attach,
     attached,
+    detach,
     generate_many,
     prepacked,
     speculate,
+    statistics,
 )
 from hf_specgen.compat import CACHE
 from hf_specgen.depth import DisableWhen
@@ -113,6 +115,9 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: TypicalVerifier(epsilon=0.0), ValueError, "must be above 0 and at most 1, got 0.0"),
     (lambda: TypicalVerifier(epsilon=1.5), ValueError, "must be above 0 and at most 1, got 1.5"),
     (lambda: TypicalVerifier(alpha=float("nan")), ValueError, "alpha must be above 0 and at most 1, got nan"),
+    (lambda: detach(5), TypeError, "detach takes a Transformers model that can generate, got int"),
+    (lambda: statistics(5), TypeError, "statistics takes a Transformers model that can generate, got int"),
+    (lambda: attached(5, "auto").__enter__(), TypeError, "attached takes a Transformers model that can generate"),
     (lambda: SpeculationMonitor(window=0), ValueError, "at least 1, got 0"),
     (lambda: SpeculationMonitor(prometheus=False).acceptance("all"), ValueError, 'must be "window" or "total", got'),
 ]
