@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import index
 from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -29,6 +30,30 @@ from hf_specgen.compat import CACHE
 from hf_specgen.random_state import NoiseSeeds
 
 T = TypeVar("T")
+
+
+def as_count(value: object, low: int) -> int | None:
+    """An integer of any type, as of NumPy, as a plain one; None for what is none, for a bool, and below `low`."""
+    try:
+        number = low - 1 if isinstance(value, bool) else index(cast(Any, value))
+    except TypeError:
+        return None
+    return number if number >= low else None
+
+
+def checked_count(name: str, value: object, low: int, unit: str, otherwise: str = "") -> int:
+    """A setting that is a number of `unit`, as a plain integer.
+
+    Raises:
+        ValueError: if it is no integer, or below `low`; `otherwise` are other values that the setting takes.
+
+    Example:
+        >>> checked_count("k", np.int64(3), 1, "tokens")
+        3
+    """
+    if (number := as_count(value, low)) is None:
+        raise ValueError(f"{name} must be a number of {unit}, at least {low}{otherwise}, got {value!r:.80}")
+    return number
 
 
 class UnrepeatableError(ValueError):

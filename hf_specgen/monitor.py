@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hf_specgen.call import Call
+from hf_specgen.call import Call, checked_count
 from hf_specgen.call_statistics import RowStep, Statistics, StepRecord
 
 PREFIX = "spec_decode_num_"  # beginning of the names of Prometheus counters, as in vLLM
@@ -84,8 +84,7 @@ class SpeculationMonitor(Monitor):
     """
 
     def __init__(self, window: int = 100, *, prometheus: bool | None = None):
-        if not isinstance(window, int) or window < 1:
-            raise ValueError(f"window must be a number of steps, at least 1, got {window!r}")
+        window = checked_count("window", window, 1, "steps")
         self.window: deque[RowStep] = deque(maxlen=window)
         """The last row steps."""
         self.drafts: Counter[tuple[int, int]] = Counter()

@@ -28,6 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
 from hf_specgen.batching.shared_steps import SharedSteps, cut_to_fastest_size
+from hf_specgen.call import checked_count
 from hf_specgen.call_statistics import Statistics, StepRecord
 from hf_specgen.decoding import DecodingLoop
 from hf_specgen.generate import Speculation, report, setting_of
@@ -106,8 +107,7 @@ def generate_many(
         >>> sorted(answer.index for answer in answers)
         [0, 1, 2]
     """
-    if not isinstance(max_rows, int) or max_rows < 1:
-        raise ValueError(f"max_rows must be at least 1, got {max_rows!r}")
+    max_rows = checked_count("max_rows", max_rows, 1, "prompts")
     _check_seed(seed, prompts)
     settings = _checked_settings(candidate_generator, arguments)
     if seed is None:

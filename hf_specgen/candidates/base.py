@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_specgen.call import DraftingSettings
+from hf_specgen.call import DraftingSettings, checked_count
 from hf_specgen.call_statistics import Statistics
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.ngram_history import NgramHistory
@@ -185,11 +185,11 @@ class Candidates(CandidateGenerator, ABC):
     ):
         if policy is not None and not isinstance(policy, Policy):
             raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {policy!r}")
-        if not _is_size(k):
-            raise ValueError(f'k must be a number of tokens, at least 1, or "auto", got {k!r}')
+        if not _is_auto(k):
+            k = checked_count("k", k, 1, "tokens", ', or "auto"')
         if tree is not False:
-            if tree is not None and not _is_size(tree):
-                raise ValueError(f'tree must be "auto", a positive number of nodes, or None, got {tree!r}')
+            if tree is not None and not _is_auto(tree):
+                tree = checked_count("tree", tree, 1, "nodes", ', or "auto", or None')
             self.tree = k if tree is None and k == "auto" else tree
             self.adaptive_tree = self.tree == "auto"
         # Trees of adaptive size need latencies.
@@ -342,9 +342,9 @@ def _identity(value: object) -> str | int:
     return hash(value) if isinstance(value, tuple) else str(value)
 
 
-def _is_size(value: object) -> bool:
-    """Whether a setting is "auto" or a positive number."""
-    return value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
+def _is_auto(value: object) -> bool:
+    """Whether a setting is "auto"; an array equals no text."""
+    return isinstance(value, str) and value == "auto"
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

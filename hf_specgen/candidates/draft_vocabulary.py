@@ -11,7 +11,7 @@ Source: Zhao et al., "FR-Spec: Accelerating Large-Vocabulary Language Models via
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_specgen.call import as_count
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.targets.model_parts import sharing_copy, with_part
 
@@ -36,12 +37,13 @@ class TokenIds(tuple[int, ...]):
 
 def check_vocabulary(setting: DraftVocabulary) -> Literal["frequent"] | TokenIds | None:
     """The setting; `ValueError` if it is none."""
-    if setting is None or setting == "frequent":
+    if setting is None or (isinstance(setting, str) and setting == "frequent"):
         return setting
-    ids = TokenIds(() if isinstance(setting, str) else sorted(set(setting)))
-    if not ids or not all(isinstance(token, int) and not isinstance(token, bool) for token in ids) or ids[0] < 0:
+    given: Any = setting.tolist() if hasattr(setting, "tolist") else setting
+    ids = [as_count(token, 0) for token in given] if isinstance(given, Iterable) else []
+    if not ids or None in ids:
         raise ValueError(f'draft_vocabulary must be "frequent", None or token ids, got {setting!r:.80}')
-    return ids
+    return TokenIds(sorted({token for token in ids if token is not None}))
 
 
 def vocabulary_ids(

@@ -14,6 +14,7 @@ from collections import Counter
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
+from hf_specgen.call import as_count
 from hf_specgen.candidates.draft_batch import RowState
 
 logger = logging.getLogger("hf_specgen")
@@ -68,10 +69,12 @@ def warn_of_length(outcomes: Counter[tuple[int, bool]], name: str) -> None:
 
 def check_window(setting: DraftWindowSetting) -> DraftWindowSetting:
     """The setting; `ValueError` if it is no window."""
-    sizes = setting if isinstance(setting, tuple) else (0, setting)
-    is_number = len(sizes) == 2 and all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
-    if setting is None or setting == "auto" or (is_number and sizes[0] >= 0 and sizes[1] >= 1):  # type: ignore[operator]
+    if setting is None or (isinstance(setting, str) and setting == "auto"):
         return setting
+    first, recent = setting if isinstance(setting, tuple) and len(setting) == 2 else (0, setting)
+    sizes = as_count(first, 0), as_count(recent, 1)
+    if sizes[0] is not None and sizes[1] is not None:
+        return (sizes[0], sizes[1]) if isinstance(setting, tuple) else sizes[1]
     raise ValueError(
         f'draft_window must be "auto", None, a number of recent tokens or a pair (first, recent), got {setting!r}'
     )

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_specgen.call import checked_count
 from hf_specgen.candidates.base import Depth, DraftSession, PretrainedCandidates, TreeSetting
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_heads import BoundModules
@@ -59,9 +60,7 @@ class LayerSkipCandidates(PretrainedCandidates):
         policy: Policy | None = None,
     ):
         super().__init__(k, policy, tree=tree, max_k=8)
-        if not isinstance(exit_layer, int) or isinstance(exit_layer, bool):
-            raise ValueError(f"exit_layer must be a number of layers such as 4, got {exit_layer!r}")
-        self.exit_layer = exit_layer
+        self.exit_layer = checked_count("exit_layer", exit_layer, 1, "layers")
         self.adapter = os.fspath(adapter) if isinstance(adapter, os.PathLike) else adapter
         self._bound: BoundModules[nn.Module] = BoundModules()
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from hf_specgen import compat
-from hf_specgen.call import Prediction, memory
+from hf_specgen.call import Prediction, checked_count, memory
 from hf_specgen.candidates.base import Candidates, Depth, DraftSession, TreeSetting, vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits, SearchSession, SearchTree, best_first
 from hf_specgen.candidates.cross_tokenizer import target_tokenizer
@@ -109,14 +109,10 @@ class NgramCandidates(Candidates):
         policy: Policy | None = None,
     ):
         super().__init__(k, policy, tree=tree, max_k=MAX_DEPTH)
-        if min_ngram < 1:
-            raise ValueError(f"min_ngram must be at least 1, got {min_ngram}")
-        if max_ngram < min_ngram:
-            raise ValueError(f"max_ngram must be at least min_ngram={min_ngram}, got {max_ngram}")
         if not isinstance(history, NgramHistory | None):
             raise TypeError(f"history must be an NgramHistory, such as NgramHistory.load(file), got {history!r}")
-        self.min_ngram = min_ngram
-        self.max_ngram = max_ngram
+        self.min_ngram = checked_count("min_ngram", min_ngram, 1, "tokens")
+        self.max_ngram = checked_count("max_ngram", max_ngram, self.min_ngram, "tokens", ", which is min_ngram")
         self.history = history
         self.prediction = prediction
 

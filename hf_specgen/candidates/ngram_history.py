@@ -9,6 +9,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from operator import index
 from pathlib import Path
 from threading import RLock, get_ident
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
+from hf_specgen.call import checked_count
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, NgramIndex
 from hf_specgen.random_state import NoiseSeeds
 
@@ -55,9 +57,7 @@ class NgramHistory:
     """
 
     def __init__(self, max_tokens: int = 1_000_000):
-        if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {max_tokens!r}")
-        self.max_tokens = max_tokens
+        self.max_tokens = checked_count("max_tokens", max_tokens, 1, "tokens")
         self.index = NgramIndex()
         self._is_output = bytearray()
         self._answers: dict[int, list[tuple[int, int]]] = {}  # by the hash of a prompt: where its answers are
@@ -86,9 +86,13 @@ class NgramHistory:
         Args:
             tokens: the text; of one longer than `max_tokens`, its end.
             prompt_length: how many of its tokens are a prompt; the others count as generated.
+
+        Raises:
+            TypeError: if `tokens` are no token ids.
         """
-        text = [*(max(SEPARATOR, token) for token in tokens), SEPARATOR][-self.max_tokens :]
-        prompt = max(0, prompt_length - (len(tokens) + 1 - len(text)))
+        ids = _token_ids(tokens)
+        text = [*(max(SEPARATOR, token) for token in ids), SEPARATOR][-self.max_tokens :]
+        prompt = max(0, prompt_length - (len(ids) + 1 - len(text)))
         is_output = bytes(min(prompt, len(text))) + b"\1" * (len(text) - prompt)
         with self._lock:
             for first, end in self._answers.get(_hash(text[:prompt]), [])[-1:]:
@@ -111,6 +115,7 @@ class NgramHistory:
         Returns:
             How many texts were removed.
         """
+        prompt = _token_ids(prompt)
         self.sync()
         self.seeds.forget(prompt)
         with self._lock:
@@ -359,6 +364,15 @@ def _version_of(file: Path) -> tuple[int, ...]:
     """What changes when a file is replaced."""
     status = file.stat()
     return status.st_mtime_ns, status.st_ino, status.st_size
+
+
+def _token_ids(tokens: Any) -> list[int]:
+    """The ids of one text, given as a list, a tensor or an array, as plain integers."""
+    given = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    try:
+        return array("i", map(index, given)).tolist()
+    except (TypeError, OverflowError):
+        raise TypeError(f"a text must be token ids, such as tokenizer(text)['input_ids'], got {tokens!r:.80}") from None
 
 
 def _hash(tokens: Sequence[int]) -> int:

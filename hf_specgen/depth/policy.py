@@ -7,10 +7,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hf_specgen.call import Call
+from hf_specgen.call import Call, as_count, checked_count
 from hf_specgen.call_statistics import StepRecord
 from hf_specgen.depth.latency import LatencyModel, StepLatency
 from hf_specgen.targets.target import Target
+
+OR_OF_STRATEGY = ", or None for the strategy's k"
 
 
 class PolicySession(ABC):
@@ -97,8 +99,8 @@ class FixedDepth(Policy):
     k: int | None = None
 
     def __post_init__(self) -> None:
-        if self.k is not None and not (isinstance(self.k, int) and self.k >= 0):
-            raise ValueError(f"k must be a number of tokens, at least 0, or None for the strategy's k, got {self.k!r}")
+        if self.k is not None:
+            object.__setattr__(self, "k", checked_count("k", self.k, 0, "tokens", OR_OF_STRATEGY))
 
     def start(self, call: Call) -> PolicySession:
         depth = call.drafting.k if self.k is None else self.k
@@ -119,10 +121,12 @@ class Schedule(Policy):
     by_context: Mapping[int, int] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
-        for schedule in (self.by_batch, self.by_context):
-            numbers = [*schedule.keys(), *schedule.values()] if isinstance(schedule, Mapping) else [schedule]
-            if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        for name, schedule in (("by_batch", self.by_batch), ("by_context", self.by_context)):
+            items = schedule.items() if isinstance(schedule, Mapping) else [(None, None)]
+            counts = {as_count(size, 0): as_count(depth, 0) for size, depth in items}
+            if None in counts or None in counts.values():
                 raise ValueError(f"a schedule maps sizes to depths, such as {{1: 8, 4: 4, 16: 0}}, got {schedule!r}")
+            object.__setattr__(self, name, counts)
         if not self.by_batch and not self.by_context:
             raise ValueError("a schedule needs by_batch or by_context, such as {1: 8, 4: 4, 16: 0}")
 
@@ -177,15 +181,11 @@ class MovingWindow(Policy):
     """
 
     def __init__(self, target: float = 0.6, window: int = 10, start: int | None = None):
-        if not (isinstance(target, float) and 0 < target < 1 and isinstance(window, int) and window >= 1):
-            raise ValueError(f"target must be between 0 and 1, and window at least 1, got {target!r} and {window!r}")
-        if start is not None and not (isinstance(start, int) and start >= 1):
-            raise ValueError(
-                f"start must be a number of tokens, at least 1, or None for the strategy's k, got {start!r}"
-            )
+        if not (isinstance(target, float) and 0 < target < 1):
+            raise ValueError(f"target must be between 0 and 1, got {target!r}")
         self.target = target
-        self.window = window
-        self.first_depth = start
+        self.window = checked_count("window", window, 1, "steps")
+        self.first_depth = None if start is None else checked_count("start", start, 1, "tokens", OR_OF_STRATEGY)
 
     def __repr__(self) -> str:
         return f"MovingWindow(target={self.target}, window={self.window}, start={self.first_depth})"

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig
@@ -52,7 +53,10 @@ WINDOW = 'draft_window must be "auto", None, a number of recent tokens or a pair
 VOCABULARY = 'draft_vocabulary must be "frequent", None or token ids'
 NOT_A_MODEL = "attach takes a Transformers model that can generate, got"
 NO_WINDOWS = [0, -1, (4,), (1, 2, 3), (4, 0), "long", True, (-1, 4)]
-NO_VOCABULARIES = ["rare", [], [1.5], [-1], [True]]
+NO_VOCABULARIES = ["rare", [], [1.5], [-1], [True], 5, np.arange(0), np.ones(2), torch.ones(2, 2, dtype=torch.int)]
+TOKENS = "must be a number of tokens, at least 1, got "
+LAYERS = "exit_layer must be a number of layers, at least 1, got "
+NO_TEXT = "a text must be token ids, such as tokenizer(text)['input_ids'], got "
 CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: NgramCandidates(k=0), ValueError, 'k must be a number of tokens, at least 1, or "auto", got 0'),
     (lambda: NgramCandidates(k=None), ValueError, 'k must be a number of tokens, at least 1, or "auto", got None'),
@@ -62,7 +66,7 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: FixedDepth("3"), ValueError, "k must be a number of tokens, at least 0, or None for the strategy's k"),
     (lambda: Schedule([1, 2]), ValueError, "a schedule maps sizes to depths, such as {1: 8, 4: 4, 16: 0}, got [1, 2]"),
     (lambda: Schedule({1: "a"}), ValueError, "got {1: 'a'}"),
-    (lambda: MovingWindow(target="x"), ValueError, "target must be between 0 and 1, and window at least 1, got 'x'"),
+    (lambda: MovingWindow(target="x"), ValueError, "target must be between 0 and 1, got 'x'"),
     (lambda: DisableWhen(), ValueError, "needs temperature_above or new_tokens_below"),
     (lambda: AdaptiveDepth(latency=3), TypeError, "latency must be a LatencyModel or a file of hf-specgen tune, got 3"),
     (lambda: AdaptiveDepth("/none"), OSError, "cannot read '/none': No such file or directory; hf-specgen tune"),
@@ -79,19 +83,26 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         for seed in (1.5, 2**64, [None])
     ),
     *((partial(attach, one, "auto"), TypeError, NOT_A_MODEL) for one in ("model", torch.nn.Linear(2, 2), None)),
-    (lambda: NgramCandidates(min_ngram=0), ValueError, "min_ngram must be at least 1, got 0"),
-    (lambda: NgramCandidates(min_ngram=4, max_ngram=3), ValueError, "max_ngram must be at least min_ngram=4, got 3"),
+    (lambda: NgramCandidates(min_ngram=0), ValueError, f"min_ngram {TOKENS}0"),
+    (lambda: NgramCandidates(min_ngram=None), ValueError, f"min_ngram {TOKENS}None"),
+    (lambda: NgramCandidates(min_ngram=1.5), ValueError, f"min_ngram {TOKENS}1.5"),
+    (lambda: NgramCandidates(max_ngram=2.5), ValueError, "max_ngram must be a number of tokens, at least 1"),
+    (lambda: NgramCandidates(max_ngram="3"), ValueError, "max_ngram must be a number of tokens, at least 1"),
+    (lambda: NgramCandidates(min_ngram=4, max_ngram=3), ValueError, "at least 4, which is min_ngram, got 3"),
     (lambda: NgramCandidates(policy=3), TypeError, "policy must be a Policy"),
-    (lambda: NgramHistory(max_tokens=0), ValueError, "max_tokens must be at least 1, got 0"),
+    (lambda: NgramHistory(max_tokens=0), ValueError, f"max_tokens {TOKENS}0"),
+    *((partial(NgramHistory().add, one), TypeError, NO_TEXT) for one in ([[1, 2]], "abc", [1.5], [2**40], None)),
+    (lambda: NgramHistory().forget("abc"), TypeError, NO_TEXT),
     (lambda: EagleCandidates("org/head", k=0), ValueError, "k must be a number of tokens, at least 1"),
     (lambda: EagleCandidates("org/head", tree=0), ValueError, "tree must be"),
     (lambda: EagleCandidates(3), TypeError, "a loaded head, a folder or a Hub id, got 3"),
-    (lambda: MedusaCandidates("there", tree="widest"), ValueError, 'must be "auto"'),
-    (lambda: MedusaCandidates("there", tree=0), ValueError, "a positive number of nodes"),
+    (lambda: MedusaCandidates("there", tree="widest"), ValueError, "tree must be a number of nodes, at least 1"),
+    (lambda: MedusaCandidates("there", tree=0), ValueError, "a number of nodes, at least 1, or"),
     (lambda: MedusaCandidates("there", draft_window=9), ValueError, "draft_window=9 has no effect"),
-    (lambda: MedusaCandidates("there", tree=[[0], [1]]), ValueError, 'tree must be "auto"'),
-    (lambda: LayerSkipCandidates("2"), ValueError, "must be a number of layers such as 4, got '2'"),
-    (lambda: LayerSkipCandidates(True), ValueError, "must be a number of layers such as 4, got True"),
+    (lambda: MedusaCandidates("there", tree=[[0], [1]]), ValueError, "tree must be a number of nodes"),
+    (lambda: LayerSkipCandidates("2"), ValueError, f"{LAYERS}'2'"),
+    (lambda: LayerSkipCandidates(True), ValueError, f"{LAYERS}True"),
+    (lambda: LayerSkipCandidates(0), ValueError, f"{LAYERS}0"),
     (lambda: DraftModelCandidates(None), TypeError, "a loaded model, a Hub id or a folder, got None"),
     (lambda: DraftModelCandidates(tiny_model("llama"), k=0), ValueError, "k must be a number of tokens, at least 1"),
     (lambda: DraftModelCandidates("there", confidence_threshold=1.5), ValueError, "got 1.5"),
@@ -115,10 +126,13 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: TypicalVerifier(epsilon=0.0), ValueError, "must be above 0 and at most 1, got 0.0"),
     (lambda: TypicalVerifier(epsilon=1.5), ValueError, "must be above 0 and at most 1, got 1.5"),
     (lambda: TypicalVerifier(alpha=float("nan")), ValueError, "alpha must be above 0 and at most 1, got nan"),
+    *((partial(SpeculationMonitor, one), ValueError, f"steps, at least 1, got {one}") for one in (0, True, 1.5)),
+    (lambda: FixedDepth(True), ValueError, "at least 0, or None for the strategy's k, got True"),
+    (lambda: Schedule({1: True}), ValueError, "got {1: True}"),
+    (lambda: generate_many(tiny_model("llama"), [[1]], max_rows=True), ValueError, "at least 1, got True"),
     (lambda: detach(5), TypeError, "detach takes a Transformers model that can generate, got int"),
     (lambda: statistics(5), TypeError, "statistics takes a Transformers model that can generate, got int"),
     (lambda: attached(5, "auto").__enter__(), TypeError, "attached takes a Transformers model that can generate"),
-    (lambda: SpeculationMonitor(window=0), ValueError, "at least 1, got 0"),
     (lambda: SpeculationMonitor(prometheus=False).acceptance("all"), ValueError, 'must be "window" or "total", got'),
 ]
 
@@ -128,6 +142,35 @@ def test_constructor_of_bad_value_raises(make: Callable[[], Any], error: type[Ex
     """Would catch: a bad value that fails in the first call only, or an error without the argument and its value."""
     with pytest.raises(error, match=re.escape(words)):
         make()
+
+
+THREE = np.int64(3)
+COUNTS: list[tuple[Callable[[], Any], Any]] = [
+    (lambda: NgramCandidates(k=THREE).k, 3),
+    (lambda: NgramCandidates(tree=THREE).tree, 3),
+    (lambda: (NgramCandidates(min_ngram=THREE).min_ngram, NgramCandidates(max_ngram=THREE).max_ngram), (3, 3)),
+    (lambda: FixedDepth(THREE).k, 3),
+    (lambda: list(Schedule({THREE: THREE}, by_context={4: THREE}).by_context.values()), [3]),
+    (lambda: (MovingWindow(window=THREE).window, MovingWindow(start=THREE).first_depth), (3, 3)),
+    (lambda: LayerSkipCandidates(THREE).exit_layer, 3),
+    (lambda: NgramHistory(THREE).max_tokens, 3),
+    (lambda: SpeculationMonitor(THREE).window.maxlen, 3),
+    (lambda: DraftModelCandidates("there", draft_window=THREE).draft_window, 3),
+    (lambda: DraftModelCandidates("there", draft_window=(THREE, THREE)).draft_window, (3, 3)),
+    *(
+        (lambda ids=ids: DraftModelCandidates("there", draft_vocabulary=ids).draft_vocabulary, (3, 4))  # type: ignore[misc]
+        for ids in (np.array([4, 3]), torch.tensor([3, 4, 4]), [THREE, 4], range(3, 5), {3, 4})
+    ),
+    (lambda: len(list(generate_many(tiny_model("llama"), [[1, 2]], max_rows=THREE, max_new_tokens=2))), 1),
+]
+
+
+@pytest.mark.parametrize(("made", "expected"), COUNTS)
+def test_integers_of_other_libraries_are_plain_ones(made: Callable[[], Any], expected: Any) -> None:
+    """Would catch: an integer of NumPy that is refused, or that is kept and fails where a plain one is needed."""
+    value = made()
+    assert value == expected
+    assert all(type(one) is int for one in (value if isinstance(value, tuple | list) else [value]))
 
 
 SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -369,7 +412,6 @@ MISMATCHES: list[tuple[str, Callable[[], Any], str]] = [
     ("gpt_neo", NgramCandidates, "builds its local attention mask inside the layers"),
     ("bloom", NgramCandidates, "takes no position_ids"),
     ("llama", with_a_history_of_another_tokenizer, "has token 500, but the target's vocabulary ends at 98"),
-    ("llama", lambda: LayerSkipCandidates(0), "exit_layer must be from 1 to 1 .* got 0; give one in this range$"),
     ("llama", lambda: LayerSkipCandidates(2), "exit_layer must be from 1 to 1 .* got 2; give one in this range$"),
     ("llama", lambda: CombinedCandidates([LayerSkipCandidates(1), LayerSkipCandidates(2)]), "different ways"),
     ("llama", lambda: DraftModelCandidates(tiny_model("llama", vocab_size=70)), "vocabulary of 70, the target of 99"),

@@ -580,7 +580,7 @@ def test_hidden_states_are_kept_of_calls_only_that_may_join_a_shared_drafter(may
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"max_rows": 0}, "max_rows must be at least 1"),
+        ({"max_rows": 0}, "max_rows must be a number of prompts, at least 1, got 0"),
         ({"num_return_sequences": 2, "do_sample": True}, "one answer to each prompt"),
         ({"verification": "rejection"}, "verifies exactly"),
         ({"num_beams": 2}, "num_beams=1"),
