@@ -49,7 +49,7 @@ ASSISTANT_SETTINGS = {
 """Settings of Transformers' assisted generation that have no effect here, and what to do instead."""
 
 
-def report(candidates: Candidates, statistics: Statistics) -> None:
+def store_statistics(candidates: Candidates, statistics: Statistics) -> None:
     """Keep the statistics of a call with its strategy, unless the strategy is immutable: the answer is not lost."""
     with suppress(AttributeError):
         candidates.speculation = statistics
@@ -81,7 +81,7 @@ class Speculation:
     def run(self, loop: DecodingLoop, stack: ExitStack) -> Any:
         """Run a call that has passed all checks; its sessions end when `stack` closes."""
         output = loop.run()
-        report(self.settings.candidates, loop.statistics)
+        store_statistics(self.settings.candidates, loop.statistics)
         return output
 
     def __call__(

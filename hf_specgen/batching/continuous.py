@@ -25,7 +25,7 @@ from hf_specgen.call_statistics import Statistics
 from hf_specgen.depth import Policy
 from hf_specgen.depth.adaptive import SharedDepth
 from hf_specgen.depth.calibrate import model_curve
-from hf_specgen.generate import by_name, report
+from hf_specgen.generate import by_name, store_statistics
 from hf_specgen.settings import Settings, settings_in
 from hf_specgen.targets.support import check_length
 from hf_specgen.verification import ExactVerifier
@@ -78,7 +78,7 @@ def generate_batch(
         seconds = {"total": perf_counter() - begin}
         candidates = run.settings.candidates
         statistics = Statistics(rows, lengths, seconds, strategy=repr(candidates))
-        report(candidates, statistics)
+        store_statistics(candidates, statistics)
         add_statistics_of_call(statistics)
     return results
 

@@ -31,7 +31,7 @@ from hf_specgen.batching.shared_steps import SharedSteps, cut_to_fastest_size
 from hf_specgen.call import checked_count
 from hf_specgen.call_statistics import Statistics, StepRecord
 from hf_specgen.decoding import DecodingLoop
-from hf_specgen.generate import Speculation, report, setting_of
+from hf_specgen.generate import Speculation, setting_of, store_statistics
 from hf_specgen.settings import Settings, settings_in
 from hf_specgen.targets.fingerprint import computation
 from hf_specgen.targets.row_target import RowTarget
@@ -282,7 +282,7 @@ class _Batch:
             for call in self._calls:
                 call.stack.close()
             self.shared.close()
-            report(self._candidates, self.statistics)
+            store_statistics(self._candidates, self.statistics)
 
     def _admit(self, calls: Iterator[_PromptCall], max_rows: int) -> Iterator[Completion]:
         """Prefill waiting prompts until `max_rows` calls run; stops once a prompt has failed.
