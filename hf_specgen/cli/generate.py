@@ -26,8 +26,8 @@ from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.workloads import chosen_strategy, prompt_text, read_rows
 
 Row = dict[str, Any]
-RESUMABLE = ("plain", "draft", "device", "history")
-"""Settings that may differ when a run is resumed: in float32 they do not change the answers."""
+SETTINGS_WITHOUT_EFFECT_ON_ANSWERS = ("plain", "draft", "device", "history")
+"""They may differ when a run is resumed: in float32 they do not change the answers."""
 LITTLE_GAIN = 1.1
 """Tokens per step below which the reason is printed."""
 
@@ -42,7 +42,8 @@ def show(settings: GenerateSettings) -> None:
     model, tokenizer = workloads.load(settings.target, settings.dtype, settings.device or str(processes.device))
     texts = [prompt_text(tokenizer, row[settings.column], settings.chat) for row in rows]
     # Each run has a folder of its own, by all that its answers depend on.
-    run = {name: str(value) for name, value in asdict(settings).items() if name not in RESUMABLE}
+    fields = asdict(settings).items()
+    run = {name: str(value) for name, value in fields if name not in SETTINGS_WITHOUT_EFFECT_ON_ANSWERS}
     key = digest([run, texts, workloads.local_files(settings.model)])
     parts = settings.output.with_name(f"{settings.output.name}.{key}.parts")
     options = {"tokenizer": tokenizer, "trust_remote_code": settings.trust_remote_code}
