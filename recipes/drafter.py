@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from conversations import IGNORED, Batch
 from hf_specgen.heads.checkpoint import check_plain_lora, named_errors
-from losses import Drafts, Learnt, acceptance_counts, draft_loss
+from losses import Drafts, TrainingPositions, acceptance_counts, draft_loss
 from target import States, read_target
 
 
@@ -86,13 +86,13 @@ class Drafter(nn.Module):
         batch = {"labels": labels, **inputs}
         states, predicts = self.states(batch), labels != IGNORED
         drafts = self.draft(batch, states)
-        learnt = Learnt(states.hidden, labels[predicts], answer_numbers(batch))
-        loss = draft_loss(self.target, drafts, learnt, self.args.loss, self.args.decay)
+        positions = TrainingPositions(states.hidden, labels[predicts], answer_numbers(batch))
+        loss = draft_loss(self.target, drafts, positions, self.args.loss, self.args.decay)
         count = predicts.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         result = {"loss": loss / count}
         if not self.training:
             rows = predicts.nonzero()[:, 0]
-            counts = acceptance_counts(self.target, drafts, learnt, rows, self.depth)
+            counts = acceptance_counts(self.target, drafts, positions, rows, self.depth)
             missing = len(labels) - len(counts)  # rows without predictions at the end
             result["counts"] = torch.cat([counts, counts.new_zeros(missing, *counts.shape[1:])])
         return result

@@ -53,7 +53,7 @@ class Drafts:
 
 
 @dataclass
-class Learnt:
+class TrainingPositions:
     """The predicting positions of a batch, row by row, from which drafts learn."""
 
     hidden: torch.Tensor  # [positions, hidden], inputs of the target's output matrix
@@ -73,16 +73,22 @@ def later_pairs(
 
 
 def _parts(
-    target: PreTrainedModel, drafts: Drafts, learnt: Learnt, ids: torch.Tensor | None, needs_p: bool = True
+    target: PreTrainedModel,
+    drafts: Drafts,
+    positions: TrainingPositions,
+    ids: torch.Tensor | None,
+    needs_p: bool = True,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """Everything that is learnt, in parts of at most `CHUNK` positions; p over `ids`, or over all tokens.
+    """All training positions, in parts of at most `CHUNK` positions; p over `ids`, or over all tokens.
 
     Each part is a depth, the sources that draft, the positions that they learn, and log p of these.
     """
-    pairs = [later_pairs(learnt.answers, drafts.first + depth, drafts.sources) for depth in range(len(drafts.states))]
-    for first in range(0, len(learnt.tokens), CHUNK):
-        last = min(first + CHUNK, len(learnt.tokens))
-        log_p = _log_p(target, learnt.hidden[first:last], ids) if needs_p else None
+    pairs = [
+        later_pairs(positions.answers, drafts.first + depth, drafts.sources) for depth in range(len(drafts.states))
+    ]
+    for first in range(0, len(positions.tokens), CHUNK):
+        last = min(first + CHUNK, len(positions.tokens))
+        log_p = _log_p(target, positions.hidden[first:last], ids) if needs_p else None
         for depth, (index, learns) in enumerate(pairs):
             inside = (learns >= first) & (learns < last)
             if inside.any():
@@ -91,16 +97,16 @@ def _parts(
 
 
 def draft_loss(
-    target: PreTrainedModel, drafts: Drafts, learnt: Learnt, weights: Mapping[str, float], decay: float
+    target: PreTrainedModel, drafts: Drafts, positions: TrainingPositions, weights: Mapping[str, float], decay: float
 ) -> torch.Tensor:
     """Sum over depths and positions of decay^depth times the weighted losses; p has no gradient."""
 
     def parts(leaves: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         needs_p = set(weights) != {"ce"}
-        for depth, drafted, learns, log_p in _parts(target, drafts, learnt, drafts.drafted_ids, needs_p):
+        for depth, drafted, learns, log_p in _parts(target, drafts, positions, drafts.drafted_ids, needs_p):
             chosen = leaves[depth][drafted]
             log_q = log_softmax(drafts.logits[depth](chosen).float(), dim=-1)
-            loss, overlap = _losses(log_q, log_p, learnt.tokens[learns], drafts.drafted_ids, weights)
+            loss, overlap = _losses(log_q, log_p, positions.tokens[learns], drafts.drafted_ids, weights)
             if drafts.confidence is not None and overlap is not None:
                 confidence = drafts.confidence(chosen).float()
                 loss = loss + weights.get("confidence", 1.0) * binary_cross_entropy_with_logits(
@@ -155,15 +161,15 @@ def _losses(
 
 @torch.no_grad()
 def acceptance_counts(
-    target: PreTrainedModel, drafts: Drafts, learnt: Learnt, rows: torch.Tensor, depths: int
+    target: PreTrainedModel, drafts: Drafts, positions: TrainingPositions, rows: torch.Tensor, depths: int
 ) -> torch.Tensor:
     """`[batch, depths, 4]` by row and depth: drafts, most likely tokens that agree, chains that do, sum of 1 - TV.
 
     The true tokens before it are given to each draft token. A chain agrees at a depth if all depths up to it do.
     """
-    count = len(learnt.answers) if drafts.sources is None else len(drafts.sources)
+    count = len(positions.answers) if drafts.sources is None else len(drafts.sources)
     agrees, overlaps = torch.zeros(2, depths, count, device=rows.device)
-    for depth, drafted, _, log_p in _parts(target, drafts, learnt, None):
+    for depth, drafted, _, log_p in _parts(target, drafts, positions, None):
         if log_p is None or depth >= depths:
             continue
         logits = drafts.logits[depth](drafts.states[depth][drafted]).float()
@@ -177,7 +183,7 @@ def acceptance_counts(
     chain = torch.ones(count, device=rows.device)
     single = drafts.first == 0  # one token each: a chain are the drafts of successive positions
     for depth in range(depths if single else min(depths, len(drafts.states))):
-        index, learns = later_pairs(learnt.answers, drafts.first + depth, drafts.sources)
+        index, learns = later_pairs(positions.answers, drafts.first + depth, drafts.sources)
         at, place = (0, learns) if single else (depth, index)
         chain = torch.zeros_like(chain).index_put((index,), chain[index] * agrees[at, place])
         values = torch.stack([torch.ones(len(index), device=rows.device), agrees[at, place], chain[index]], dim=-1)

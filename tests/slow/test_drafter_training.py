@@ -21,7 +21,7 @@ from hf_specgen.heads.eagle_drafter import EagleDrafter
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.head_text import HeadText
 from hf_specgen.targets.model_parts import output_logits
-from losses import Drafts, Learnt, acceptance_counts, draft_loss, later_pairs
+from losses import Drafts, TrainingPositions, acceptance_counts, draft_loss, later_pairs
 from target import read_target
 from tests.helpers import VOCAB, tiny_model
 from tests.helpers.calls import frontier_of
@@ -140,8 +140,8 @@ def medusa_drafts(model: Any, heads: MedusaHeads, hidden: torch.Tensor, tokens: 
     )
 
 
-def learnt(hidden: torch.Tensor, answers: list[int]) -> Learnt:
-    return Learnt(hidden, torch.randint(3, VOCAB, (len(hidden),)), torch.tensor(answers))
+def positions(hidden: torch.Tensor, answers: list[int]) -> TrainingPositions:
+    return TrainingPositions(hidden, torch.randint(3, VOCAB, (len(hidden),)), torch.tensor(answers))
 
 
 @pytest.mark.parametrize("reads_path", [False, True])
@@ -152,7 +152,7 @@ def test_loss_is_the_naive_one(reads_path: bool, monkeypatch: pytest.MonkeyPatch
     heads = random_heads(model, reads_path=reads_path).train()
     hidden, tokens = torch.randn(14, 64), torch.randn(14, 3, 64)
     rows = [0] * 7 + [1] + [2] * 6
-    loss = draft_loss(model, medusa_drafts(model, heads, hidden, tokens), learnt(hidden, rows), {"kl": 1.0}, 0.8)
+    loss = draft_loss(model, medusa_drafts(model, heads, hidden, tokens), positions(hidden, rows), {"kl": 1.0}, 0.8)
     loss.backward()
     gradients = {name: parameter.grad.clone() for name, parameter in heads.named_parameters()}
     heads.zero_grad()
@@ -167,7 +167,7 @@ def test_loss_is_the_naive_one(reads_path: bool, monkeypatch: pytest.MonkeyPatch
 def test_every_loss_is_the_naive_one(drafted_ids: torch.Tensor | None) -> None:
     """Would catch: a loss over chunks, or over a smaller vocabulary, that is not the one of its name."""
     model, hidden, answers = tiny_model("llama"), torch.randn(9, 64), [0] * 5 + [1] * 4
-    known, matrix = learnt(hidden, answers), torch.randn(VOCAB if drafted_ids is None else len(drafted_ids), 64)
+    known, matrix = positions(hidden, answers), torch.randn(VOCAB if drafted_ids is None else len(drafted_ids), 64)
     state = torch.randn(9, 64)
     drafts = Drafts([state], [lambda some: some @ matrix.T], first=0, drafted_ids=drafted_ids)
     ids = torch.arange(VOCAB) if drafted_ids is None else drafted_ids
@@ -187,7 +187,7 @@ def test_acceptance_counts_are_those_of_replayed_drafts() -> None:
     """Chains of a draft model, and those of heads, counted position by position."""
     model, hidden, answers = tiny_model("llama"), torch.randn(9, 64), torch.tensor([0] * 5 + [1] * 4)
     matrix, rows = model.lm_head.weight.detach() + 0.02 * torch.randn(VOCAB, 64), torch.tensor([0] * 5 + [1] * 4)
-    top_p, known = output_logits(model, hidden).argmax(-1), Learnt(hidden, answers, answers)
+    top_p, known = output_logits(model, hidden).argmax(-1), TrainingPositions(hidden, answers, answers)
     for first, states in ((0, [hidden]), (1, [hidden.roll(-1, 0), hidden.roll(-2, 0)])):
         drafts = Drafts(states, [lambda some: some @ matrix.T] * len(states), first=first)
         counts = acceptance_counts(model, drafts, known, rows, 2)
@@ -248,7 +248,9 @@ def test_answers_too_short_for_some_heads(lengths: list[int]) -> None:
     heads = random_heads(model).train()
     answers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).tolist()
     hidden = torch.randn(len(answers), 64)
-    draft_loss(model, medusa_drafts(model, heads, hidden, None), learnt(hidden, answers), {"kl": 1.0}, 0.8).backward()
+    draft_loss(
+        model, medusa_drafts(model, heads, hidden, None), positions(hidden, answers), {"kl": 1.0}, 0.8
+    ).backward()
     assert all(parameter.grad is not None for parameter in heads.parameters())
 
 
@@ -264,7 +266,7 @@ def test_no_more_than_a_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch
         kept.append(tuple(tensor.shape))
         return tensor
 
-    drafts, known = medusa_drafts(model, heads, hidden, None), learnt(hidden, [0] * 40)
+    drafts, known = medusa_drafts(model, heads, hidden, None), positions(hidden, [0] * 40)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         draft_loss(model, drafts, known, {"kl": 1.0}, 0.8).backward()
     vocabulary = [shape for shape in kept if VOCAB in shape]
