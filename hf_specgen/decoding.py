@@ -293,7 +293,7 @@ class DecodingLoop(DecodingSteps):
             with self.timer.part("forward"):
                 logits = self.target.forward(tree, state.pending(), self._active)
             self.end_step(tree, logits)
-            if state.batch > 1 and not self.outputs.shows_padding:
+            if state.batch > 1 and not self.outputs.returns_padding_outputs:
                 self.target.drop_rows([not state.has_ended(row) for row in range(state.batch)])
 
 

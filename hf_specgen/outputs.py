@@ -71,7 +71,7 @@ class OutputCollector:
         self._waiting = {name: [deque[torch.Tensor]() for _ in range(call.state.batch)] for name in self._kept}
         self._processed_padding = [0] * call.state.batch  # tokens, by row
         # Whether what the target computes for the padding of ended rows is returned, as cache or scores.
-        self.shows_padding = bool(call.config.return_dict_in_generate) or target.returns_cache
+        self.returns_padding_outputs = bool(call.config.return_dict_in_generate) or target.returns_cache
 
     @property
     def needs_plain_steps(self) -> bool:
@@ -80,7 +80,7 @@ class OutputCollector:
         In a batch a custom stopping criterion may cut off tokens of an earlier step, which cannot be
         rolled back in a recurrent state.
         """
-        is_cut = bool(self.criteria) and self.shows_padding and self._state.batch > 1
+        is_cut = bool(self.criteria) and self.returns_padding_outputs and self._state.batch > 1
         return is_cut and self._target.has_recurrent_state
 
     def stream(self, ids: torch.Tensor) -> None:
@@ -113,7 +113,7 @@ class OutputCollector:
         """
         call = self._call
         cache = None
-        if self.shows_padding:
+        if self.returns_padding_outputs:
             self._process_padding()
             cache = self._target.finish()
         if self._streamer is not None:

@@ -272,7 +272,7 @@ class _Batch:
                     self._step()
                 for row, call in enumerate(self._rows):
                     if call in self._calls and call.loop.state.all_stopped:
-                        if call.loop.outputs.shows_padding:  # the output may have a cache, of this row alone
+                        if call.loop.outputs.returns_padding_outputs:  # the output may have a cache, of this row alone
                             call.target.leave(self._target, row)
                         yield self._completed(call)
                 yield from self._admit(calls, max_rows)
