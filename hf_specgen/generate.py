@@ -70,7 +70,7 @@ class Speculation:
 
     _hf_specgen_speculation = True  # how `hf_specgen.patch` recognises it without importing this module
     seed: int | None = None  # see `Call.seed`
-    is_row = False  # whether the call may become a row of a common target
+    joins_shared_target = False  # whether the call may become a row of a shared target
     is_prepared = False  # whether `generate` has prepared a call and the checks of this package have begun
     statistics: Statistics | None = None  # the statistics of the last call that has passed all checks
 
@@ -137,7 +137,9 @@ class Speculation:
             if requirements.aux_hidden_state_layers:
                 call.check_prompt_ids("a draft head")
             check_computation(model, requirements, input_ids, config, model_kwargs)
-            target = make_target(requirements, model, input_ids, config, model_kwargs, settings.compile, self.is_row)
+            target = make_target(
+                requirements, model, input_ids, config, model_kwargs, settings.compile, self.joins_shared_target
+            )
             check_length(model, target.first_positions, call.max_new_tokens)
             loop = DecodingLoop(call, target, settings, stack, stopping_criteria, self.streamer)
             self.statistics = loop.statistics

@@ -157,7 +157,7 @@ def _in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
 class _PromptCall(Speculation):
     """The `generate` call of a prompt: prepared as any other; `run` makes its prefill only, `_Batch` its steps."""
 
-    is_row = True
+    joins_shared_target = True
     loop: DecodingLoop  # once the call has run
     stack: ExitStack  # ends its sessions
     computation: tuple[Hashable, ...]  # that of the model while `generate` runs

@@ -73,11 +73,11 @@ def make_target(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
     compile: Compile = False,
-    is_row: bool = False,
+    joins_shared_target: bool = False,
 ) -> Target:
     """The target of one call, with captured passes as `compile` says; raises if it cannot be made.
 
-    With `is_row`, a target that can become a row of a common one, unless the model needs another kind of target.
+    With `joins_shared_target`, one that can become a row of a shared target, unless the model needs another kind.
     """
     call = PreparedCall(model, input_ids, config, model_kwargs)
     is_possible = compile == "graphs" or (compile == "auto" and compat.input_device(model).type in CAPTURES)
@@ -103,7 +103,7 @@ def make_target(
     if needs_replay(model, model_kwargs):
         of_text = ReplayTarget
         of_states = HiddenStateReplayTarget
-    elif is_row:
+    elif joins_shared_target:
         of_text = RowTarget
         of_states = HiddenStateRowTarget
     if aux_layers := requirements.aux_hidden_state_layers:
