@@ -71,7 +71,7 @@ class GenerationState:
         input_ids: `[batch, prompt]`, left-padded as `generate` received them.
         attention_mask: `[batch, at least prompt]`, 0 for padding; None if there is none.
         stop_ids: a row ends after any of these tokens (EOS).
-        max_length: a row ends at that many columns, prompt included.
+        max_length: a row ends at that many positions, those of the prompt and its padding included.
         pad_id: what plain `generate` writes after the end of a row; None if rows never end before the batch does.
     """
 
@@ -99,7 +99,9 @@ class GenerationState:
         self.device = input_ids.device
         self.default_device = torch.get_default_device()  # where the user's functions make tensors
         self.stopped = [False] * self.batch  # whether plain `generate` stops a row at its last emitted position
-        self._columns = input_ids.cpu().numpy().astype(np.int64)  # prompts and texts, padded on the right
+        self._tokens = (
+            input_ids.cpu().numpy().astype(np.int64)
+        )  # [batch, capacity] of prompts and texts, padded on the right
 
     @classmethod
     def of_call(
@@ -128,7 +130,7 @@ class GenerationState:
         text = self.generated[row] or self.prompts[row]
         if text or not self.prompt_length:
             return text[-1] if text else self._padding
-        return int(self._columns[row, self.prompt_length - 1])
+        return int(self._tokens[row, self.prompt_length - 1])
 
     def has_ended(self, row: int) -> bool:
         """Whether the row takes no further tokens: EOS, maximum length, or a stopping criterion.
@@ -164,10 +166,10 @@ class GenerationState:
         count = self.count_until_end(row, tokens)
         first = self.prompt_length + len(self.generated[row])
         self.generated[row].extend(tokens[:count])
-        capacity = self._columns.shape[1]
+        capacity = self._tokens.shape[1]
         if first + count > capacity:  # doubled, so that a token is copied a constant number of times on average
-            self._columns = np.pad(self._columns, ((0, 0), (0, capacity + count)), constant_values=self._padding)
-        self._columns[row, first : first + count] = tokens[:count]
+            self._tokens = np.pad(self._tokens, ((0, 0), (0, capacity + count)), constant_values=self._padding)
+        self._tokens[row, first : first + count] = tokens[:count]
         return count
 
     def count_until_end(self, row: int, tokens: Sequence[int]) -> int:
@@ -181,7 +183,7 @@ class GenerationState:
     def truncate(self, row: int, length: int) -> None:
         """Cut the row to `length` generated tokens."""
         del self.generated[row][length:]
-        self._columns[row, self.prompt_length + length :] = self._padding
+        self._tokens[row, self.prompt_length + length :] = self._padding
 
     @contextmanager
     def tentative(self) -> Iterator[None]:
@@ -194,13 +196,13 @@ class GenerationState:
                 if len(self.generated[row]) > length:
                     self.truncate(row, length)
 
-    def prefix(self, columns: int) -> torch.Tensor:
-        """The first `columns` columns, as plain `generate` would pass them to processors and stopping criteria.
+    def prefix(self, length: int) -> torch.Tensor:
+        """The first `length` positions, as plain `generate` would pass them to processors and stopping criteria.
 
-        `[batch, columns]` a copy, on the device of the prompt. A row that has ended, or that has fewer tokens than the
+        `[batch, length]` a copy, on the device of the prompt. A row that has ended, or that has fewer tokens than the
         longest one, is padded on the right.
         """
-        return torch.from_numpy(self._columns[:, :columns].copy()).to(self.device)
+        return torch.from_numpy(self._tokens[:, :length].copy()).to(self.device)
 
     @property
     def _padding(self) -> int:

@@ -210,7 +210,7 @@ class DecodingSteps:
         """How many draft tokens each row can use before its last token, the last position and the last cache slot."""
         state = self.state
         target = self.target
-        # A prompt of embeddings has no columns in the text.
+        # A prompt of embeddings has no positions in the text.
         text_length = max(state.prompt_length, *target.first_positions) + max(map(len, state.generated))
         if text_length + self.call.drafting.max_slots > target.slot_limit:
             return [0] * state.batch

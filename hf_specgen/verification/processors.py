@@ -61,7 +61,7 @@ def checked(
     default_device: torch.device,
     error: type[ValueError] = UnrepeatableError,
 ) -> Iterator[None]:
-    """Inside, a user's functions receive `ids`, `[batch, columns]`; raise if they do what cannot be repeated exactly.
+    """Inside, a user's functions receive `ids`, `[batch, length]`; raise if they do what cannot be repeated exactly.
 
     Plain `generate` would go on with ids that were changed in place. Its samples would come after numbers that a
     function drew from the same generator, where here the noise of several steps is drawn at once. Other threads may

@@ -60,10 +60,10 @@ def test_state_agrees_with_lists(data: st.DataObject) -> None:
             state.truncate(row, length)
             rows[row] = rows[row][:length]
         elif action == "prefix":
-            columns = data.draw(st.integers(1, width + max(map(len, rows))))
-            texts = [text + rows[index] + [PAD] * columns for index, text in enumerate(prompt)]
-            prefix = state.prefix(columns)
-            assert prefix.tolist() == [text[:columns] for text in texts]
+            length = data.draw(st.integers(1, width + max(map(len, rows))))
+            texts = [text + rows[index] + [PAD] * length for index, text in enumerate(prompt)]
+            prefix = state.prefix(length)
+            assert prefix.tolist() == [text[:length] for text in texts]
             prefix.fill_(0)
         assert state.generated == rows and [state.has_ended(r) for r in (0, 1)] == [has_ended(r) for r in (0, 1)]
         assert [state.remaining(r) for r in (0, 1)] == [limit - width - len(text) for text in rows]
