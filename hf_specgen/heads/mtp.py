@@ -35,7 +35,7 @@ from hf_specgen.heads.head_file import check_tensor
 from hf_specgen.heads.quantised import dequantised, quantisation
 from hf_specgen.heads.source import Source, first_line
 
-LINKS = ("enorm", "hnorm", "eh_proj", "final_norm")
+INPUT_PROJECTION_MODULES = ("enorm", "hnorm", "eh_proj", "final_norm")
 """Norms of embedding and state, projection of both, and final norm."""
 RENAMED = {
     "shared_head.norm": "final_norm",
@@ -61,7 +61,10 @@ TARGET_COPIES = ("embed_tokens", "shared_head.head")
 
 
 class MTPHead(DraftHead):
-    """The MTP layers of a checkpoint; made by `load_mtp`. Each has the modules in `LINKS`, and the target's `block`."""
+    """The MTP layers of a checkpoint; made by `load_mtp`.
+
+    Each has the modules in `INPUT_PROJECTION_MODULES`, and the target's `block`.
+    """
 
     def __init__(self, config: HeadConfig, layers: list[nn.ModuleDict], rotary: nn.Module) -> None:
         super().__init__(config)
@@ -111,9 +114,10 @@ def load_mtp(target: PreTrainedModel, path_or_id: str | None = None, open_with: 
         checkpoint = dequantised(checkpoint, decoder.norm.weight.dtype)
         layers = _parts(checkpoint, first)
         blocks = _blocks(decoder, checkpoint, layers)
-        links = _links(decoder, layers)
+        projections = _input_projections(decoder, layers)
     sizes = {"hidden_size": hidden, "vocab_size": vocab, "draft_vocab_size": vocab, "target_hidden_size": hidden}
-    mtp_layers = [nn.ModuleDict({**link, "block": block}) for link, block in zip(links, blocks.layers, strict=True)]
+    pairs = zip(projections, blocks.layers, strict=True)
+    mtp_layers = [nn.ModuleDict({**modules, "block": block}) for modules, block in pairs]
     head = MTPHead(HeadConfig(**sizes, num_target_layers=first), mtp_layers, blocks.rotary_emb)
     head.keep_dtype_of += tuple(f".{name}." for name in blocks._keep_in_fp32_modules_strict or ())
     return head.to(device=next(decoder.layers[-1].parameters()).device).eval().requires_grad_(False)
@@ -167,13 +171,13 @@ def _parts(checkpoint: Checkpoint, first: int) -> list[dict[str, TensorInfo]]:
         match = NAMED_LAYER.match(name) if prefix is None else FURTHER_LAYER.match(name)
         if match is None or match.groupdict().get("prefix") != prefix:
             continue
-        link, _, kind = match["part"].rpartition(".")
-        part = f"{RENAMED.get(link, link)}.{kind}"
+        module, _, kind = match["part"].rpartition(".")
+        part = f"{RENAMED.get(module, module)}.{kind}"
         if part.startswith(TARGET_COPIES):
             continue
         if match["layer"] is not None:
             layers.setdefault(int(match["layer"]) - (0 if prefix is None else first), {})[part] = info
-        elif link in RENAMED:
+        elif module in RENAMED:
             shared[part] = info
     if not layers or sorted(layers) != list(range(len(layers))):
         raise ValueError(
@@ -184,22 +188,22 @@ def _parts(checkpoint: Checkpoint, first: int) -> list[dict[str, TensorInfo]]:
     return [layers[index] | shared for index in range(len(layers))]
 
 
-def _links(decoder: Any, layers: list[dict[str, TensorInfo]]) -> list[dict[str, nn.Module]]:
+def _input_projections(decoder: Any, layers: list[dict[str, TensorInfo]]) -> list[dict[str, nn.Module]]:
     """The norms, of the target's kind, and the projection of each layer, which layers may share."""
     hidden = decoder.config.hidden_size
     modules = dict[str, nn.Module]()
-    for parts, link in product(layers, LINKS):
-        info = parts.get(f"{link}.weight")
+    for parts, name in product(layers, INPUT_PROJECTION_MODULES):
+        info = parts.get(f"{name}.weight")
         if info is None:
-            raise ValueError(f"the MTP layer has no {link}.weight")
+            raise ValueError(f"the MTP layer has no {name}.weight")
         if info.name not in modules:
             with torch.device("meta"):
-                module = nn.Linear(2 * hidden, hidden, bias=False) if link == "eh_proj" else copy.deepcopy(decoder.norm)
+                module = nn.Linear(2 * hidden, hidden, bias=False) if name == "eh_proj" else copy.deepcopy(decoder.norm)
             check_tensor(info.name, info.shape, info.dtype, module.weight)
             weight = info.read().to(decoder.norm.weight.dtype).reshape(module.weight.shape)
             module.load_state_dict({"weight": weight}, assign=True)
             modules[info.name] = module
-    return [{link: modules[parts[f"{link}.weight"].name] for link in LINKS} for parts in layers]
+    return [{name: modules[parts[f"{name}.weight"].name] for name in INPUT_PROJECTION_MODULES} for parts in layers]
 
 
 def _blocks(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, TensorInfo]]) -> Any:
@@ -208,7 +212,7 @@ def _blocks(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, TensorI
         f"layers.{index}.{part}": info.read()
         for index, parts in enumerate(layers)
         for part, info in parts.items()
-        if not part.startswith(LINKS)
+        if not part.startswith(INPUT_PROJECTION_MODULES)
     }
     method = quantisation(checkpoint).get("quant_method")
     for name, tensor in state.items():
