@@ -57,10 +57,10 @@ def chat() -> Path:
     from benchmarks.harness.wide import widen
     from hf_specgen import Candidates, DraftModelCandidates
     from hf_specgen.cli.chat import Chat
-    from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, PLAIN, load
+    from hf_specgen.evaluation.workloads import BUNDLED_DRAFT, PLAIN, load
 
     model, tokenizer = load()
-    draft = DraftModelCandidates(str(EMBEDDED_DRAFT), dtype=model.dtype)
+    draft = DraftModelCandidates(str(BUNDLED_DRAFT), dtype=model.dtype)
     model = widen(model, 300 * 10**6)
     settings: dict[str, Any] = {"candidate_generator": draft}
     cast(Any, model).generate(torch.tensor([[1, 2]]), max_new_tokens=24, **settings)  # loads and checks

@@ -36,11 +36,11 @@ BRANCHED: dict[str, Any] = {"k": 8, "tree": 32}
 CONFIDENT = (20, 0.4)
 """Transformers' defaults for assistants: up to 20 tokens, while the draft's confidence is above 0.4."""
 SHIPPED = {
-    "draft": str(workloads.EMBEDDED_DRAFT),
-    "layerskip": str(workloads.EMBEDDED_ADAPTER),
-    "medusa": str(workloads.EMBEDDED_HEADS),
-    "eagle": str(workloads.EMBEDDED_EAGLE),
-    "dspark": str(workloads.EMBEDDED_DSPARK),
+    "draft": str(workloads.BUNDLED_DRAFT),
+    "layerskip": str(workloads.BUNDLED_ADAPTER),
+    "medusa": str(workloads.BUNDLED_HEADS),
+    "eagle": str(workloads.BUNDLED_EAGLE),
+    "dspark": str(workloads.BUNDLED_DSPARK),
 }
 """The files of the bundled model."""
 
@@ -87,7 +87,7 @@ def _load(text: str, model: PreTrainedModel) -> Strategy:
         if source:
             raise StrategyError(f"{name} takes no source, got {source!r}")
         return COPYING[name]()
-    if not source and (name not in SHIPPED or str(model.name_or_path) != str(workloads.EMBEDDED_MODEL)):
+    if not source and (name not in SHIPPED or str(model.name_or_path) != str(workloads.BUNDLED_MODEL)):
         raise StrategyError(f"{name} needs a file or id for this model: {name}=…")
     return LOADERS[name](source or SHIPPED[name], model)
 

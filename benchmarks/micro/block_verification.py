@@ -15,7 +15,7 @@ import torch
 
 from hf_specgen import DraftModelCandidates
 from hf_specgen.call import Call
-from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, domain_prompts, encode, load
+from hf_specgen.evaluation.workloads import BUNDLED_DRAFT, domain_prompts, encode, load
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import VerificationSession
 from hf_specgen.verification.rejection import RejectionSession, RejectionVerifier, path_weights
@@ -72,7 +72,7 @@ def block_verification(repeats: int, quick: bool) -> list[dict[str, Any]]:
     for temperature in TEMPERATURES:
         for k in DEPTHS[:1] if quick else DEPTHS:
             verifier = ComparingVerifier()
-            arguments = {"candidate_generator": DraftModelCandidates(EMBEDDED_DRAFT, k=k), "verification": verifier}
+            arguments = {"candidate_generator": DraftModelCandidates(BUNDLED_DRAFT, k=k), "verification": verifier}
             for seed in range(repeats):
                 for inputs in encode(tokenizer, prompts[: 1 if quick else None], 1):
                     torch.manual_seed(seed)

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from hf_specgen import Candidates, DraftModelCandidates, EagleCandidates
-from hf_specgen.evaluation.workloads import ASSETS, EMBEDDED_DRAFT, EMBEDDED_EAGLE, domain_prompts, load, prompt_text
+from hf_specgen.evaluation.workloads import ASSETS, BUNDLED_DRAFT, BUNDLED_EAGLE, domain_prompts, load, prompt_text
 
 LENGTHS, NEW_TOKENS, TREE = (200, 1000, 1800), 48, 32
 DOMAINS = ("math", "code", "json", "prose")
@@ -43,9 +43,9 @@ def draft_window(repeats: int, quick: bool) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"prompt tokens": fmean(ids.shape[1] for ids in prompts), "draft window": name}
             drafters: dict[str, Candidates] = {
                 "draft model": DraftModelCandidates(
-                    EMBEDDED_DRAFT, k=6, tree=TREE, dtype=torch.float32, draft_window=cast(Any, window)
+                    BUNDLED_DRAFT, k=6, tree=TREE, dtype=torch.float32, draft_window=cast(Any, window)
                 ),
-                "EAGLE-3": EagleCandidates(EMBEDDED_EAGLE, k=6, tree=TREE, draft_window=cast(Any, window)),
+                "EAGLE-3": EagleCandidates(BUNDLED_EAGLE, k=6, tree=TREE, draft_window=cast(Any, window)),
             }
             rows.append(row | {kind: _tokens_per_step(model, prompts, one) for kind, one in drafters.items()})
     return rows

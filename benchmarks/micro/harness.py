@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen import attached
 from hf_specgen.evaluation.published import PUBLISHED, published
-from hf_specgen.evaluation.workloads import ASSETS, EMBEDDED_PROMPTS, load, read_rows
+from hf_specgen.evaluation.workloads import ASSETS, BUNDLED_PROMPTS, load, read_rows
 
 LAST_NUMBER: list[dict[str, Any]] = [
     {"function": "regex", "regex_pattern": r"(-?\d[\d,]*)", "group_select": -1},
@@ -31,7 +31,7 @@ class Task(NamedTuple):
 
 def edits(count: int) -> Task:
     """Bundled texts that are repeated with a change: the answer has to be equal."""
-    rows = [row for row in read_rows(EMBEDDED_PROMPTS) if row["domain"] == "edit"][:count]
+    rows = [row for row in read_rows(BUNDLED_PROMPTS) if row["domain"] == "edit"][:count]
     asked = [{"prompt": row["prompt"], "answer": row["response"]} for row in rows]
     return Task("edit", asked, 128, [{"function": "take_first"}])
 

@@ -32,7 +32,7 @@ from hf_specgen import (
     Statistics,
 )
 from hf_specgen.evaluation.measure import Sample, Variant
-from hf_specgen.evaluation.workloads import DOMAINS, EMBEDDED_DRAFT, EMBEDDED_EAGLE, domain_prompts, encode, load
+from hf_specgen.evaluation.workloads import BUNDLED_DRAFT, BUNDLED_EAGLE, DOMAINS, domain_prompts, encode, load
 
 PARAMETERS, LAYERS = 8 * 10**9, 32
 """Of a target like Llama 3.1 8B: a pass takes as long as reading so many parameters, or the launch overhead of so many
@@ -82,7 +82,7 @@ def large_setup(quick: bool) -> Setup:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     small, tokenizer = load(device=device, dtype="bfloat16")
     model = widen(deepen(small, QUICK_LAYERS if quick else LAYERS), QUICK_PARAMETERS if quick else PARAMETERS)
-    draft, _ = load(str(EMBEDDED_DRAFT), small.dtype, device)
+    draft, _ = load(str(BUNDLED_DRAFT), small.dtype, device)
     return Setup(model, draft, tokenizer, device)
 
 
@@ -171,7 +171,7 @@ def _variants(draft: PreTrainedModel, name: str, mode: Any, k: Any = "auto") -> 
         "no drafts": NgramCandidates(policy=FixedDepth(0)),
         "n-grams": NgramCandidates(),
         "n-grams + recycling": CombinedCandidates(),
-        "EAGLE-3": EagleCandidates(str(EMBEDDED_EAGLE), k=k),
+        "EAGLE-3": EagleCandidates(str(BUNDLED_EAGLE), k=k),
         "draft model": small(),
         "n-grams + draft model": CombinedCandidates([NgramCandidates(), small()]),
     }

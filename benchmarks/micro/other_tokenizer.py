@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specgen import DraftModelCandidates
 from hf_specgen.candidates.cross_tokenizer import SharedVocabulary, shared_ids
-from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_MODEL, domain_prompts, encode, load
+from hf_specgen.evaluation.workloads import BUNDLED_DRAFT, BUNDLED_MODEL, domain_prompts, encode, load
 
 PROMPTS_PER_DOMAIN, NEW_TOKENS = 2, 32
 SEED = 0
@@ -59,7 +59,7 @@ def other_tokenizer(repeats: int, quick: bool) -> list[dict[str, Any]]:
     for name in QUICK if quick else TOKENIZERS:
         with TemporaryDirectory(prefix="other-tokenizer-") as folder:
             draft = with_tokenizer(TOKENIZERS[name], Path(folder) / "draft")
-            ids = shared_ids(str(EMBEDDED_MODEL), str(draft))
+            ids = shared_ids(str(BUNDLED_MODEL), str(draft))
             size = model.config.vocab_size
             shared = SharedVocabulary(ids, size, size)
             row: dict[str, Any] = {
@@ -76,7 +76,7 @@ def other_tokenizer(repeats: int, quick: bool) -> list[dict[str, Any]]:
 
 def with_tokenizer(tokenizer: Tokenizer, folder: Path) -> Path:
     """Save the bundled draft model with another tokenizer; its weights are in the order of the new tokens."""
-    shutil.copytree(EMBEDDED_DRAFT, folder)
+    shutil.copytree(BUNDLED_DRAFT, folder)
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text(encoding="utf-8"))
     special = {token["id"] for token in content["added_tokens"]}
@@ -89,7 +89,7 @@ def with_tokenizer(tokenizer: Tokenizer, folder: Path) -> Path:
     moved = dict(zip(ordinary, reversed(ordinary), strict=True))
     content["model"]["vocab"] = {token: moved.get(index, index) for token, index in vocabulary.items()}
     file.write_text(json.dumps(content), encoding="utf-8")
-    model: Any = AutoModelForCausalLM.from_pretrained(EMBEDDED_DRAFT, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(BUNDLED_DRAFT, dtype=torch.float32)
     order = torch.tensor([moved.get(index, index) for index in range(model.config.vocab_size)])
     tables = {id(module.weight): module.weight for module in (model.get_input_embeddings(), model.lm_head)}
     with torch.no_grad():

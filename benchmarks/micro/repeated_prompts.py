@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_specgen import NgramCandidates, NgramHistory
 from hf_specgen.evaluation.published import published
-from hf_specgen.evaluation.workloads import ASSETS, EMBEDDED_PROMPTS, GREEDY, encode, everyday_prompts, load, read_rows
+from hf_specgen.evaluation.workloads import ASSETS, BUNDLED_PROMPTS, GREEDY, encode, everyday_prompts, load, read_rows
 
 TRL_LEARNING_RATE = 1e-6
 LORA_LEARNING_RATE, LORA_STEPS = 2e-4, 6
@@ -79,7 +79,7 @@ def never_seen(
 ) -> list[dict[str, Any]]:
     """What a history of other answers costs."""
     history = NgramHistory()
-    texts = [(row["prompt"], row["response"]) for row in read_rows(EMBEDDED_PROMPTS)]
+    texts = [(row["prompt"], row["response"]) for row in read_rows(BUNDLED_PROMPTS)]
     texts += [(row["question"], row["answer"]) for row in read_rows(ASSETS / "gsm8k.jsonl")[230:]]
     for number in range(answers):
         question, answer = texts[number % len(texts)]

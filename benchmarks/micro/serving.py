@@ -28,7 +28,7 @@ from hf_specgen import (
 )
 from hf_specgen.call_statistics import StepRecord
 from hf_specgen.depth import LatencyModel
-from hf_specgen.evaluation.workloads import DOMAINS, EMBEDDED_DRAFT, EMBEDDED_EAGLE, domain_prompts, load
+from hf_specgen.evaluation.workloads import BUNDLED_DRAFT, BUNDLED_EAGLE, DOMAINS, domain_prompts, load
 
 PARAMETERS = 300 * 10**6
 Tokens = list[list[int]]
@@ -38,8 +38,8 @@ STRATEGIES: dict[str, Callable[[], Candidates | None]] = {
     "n-grams": NgramCandidates,
     "n-grams, history": lambda: NgramCandidates(history=NgramHistory()),
     "n-grams, recycling": CombinedCandidates,
-    "draft model": lambda: DraftModelCandidates(str(EMBEDDED_DRAFT)),
-    "EAGLE-3": lambda: EagleCandidates(str(EMBEDDED_EAGLE)),
+    "draft model": lambda: DraftModelCandidates(str(BUNDLED_DRAFT)),
+    "EAGLE-3": lambda: EagleCandidates(str(BUNDLED_EAGLE)),
 }
 THREE = ("plain", "n-grams", "n-grams, recycling")
 

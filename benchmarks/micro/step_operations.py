@@ -55,12 +55,12 @@ def _combined() -> Candidates:
 STRATEGIES = (
     Strategy("n-grams k=8", lambda: NgramCandidates(k=8), 27, 4),
     Strategy("n-grams + recycling", _combined, 45, 4),
-    Strategy("Medusa", lambda: MedusaCandidates(workloads.EMBEDDED_HEADS, tree=DEFAULT_NODES, policy=FixedDepth()), 60),
-    Strategy("DSpark", lambda: DFlashCandidates(workloads.EMBEDDED_DSPARK, k=7, tree=DEFAULT_NODES), 60),
-    Strategy("draft model k=5", lambda: DraftModelCandidates(workloads.EMBEDDED_DRAFT, k=5), 80),
-    Strategy("draft model tree=32 k=6", lambda: DraftModelCandidates(workloads.EMBEDDED_DRAFT, k=6, tree=32), 120),
-    Strategy("EAGLE-3 tree=32 k=6", lambda: EagleCandidates(workloads.EMBEDDED_EAGLE, k=6, tree=32), 120),
-    Strategy("EAGLE-3 k=auto", lambda: EagleCandidates(workloads.EMBEDDED_EAGLE, policy=AdaptiveDepth(GPU_LIKE)), 120),
+    Strategy("Medusa", lambda: MedusaCandidates(workloads.BUNDLED_HEADS, tree=DEFAULT_NODES, policy=FixedDepth()), 60),
+    Strategy("DSpark", lambda: DFlashCandidates(workloads.BUNDLED_DSPARK, k=7, tree=DEFAULT_NODES), 60),
+    Strategy("draft model k=5", lambda: DraftModelCandidates(workloads.BUNDLED_DRAFT, k=5), 80),
+    Strategy("draft model tree=32 k=6", lambda: DraftModelCandidates(workloads.BUNDLED_DRAFT, k=6, tree=32), 120),
+    Strategy("EAGLE-3 tree=32 k=6", lambda: EagleCandidates(workloads.BUNDLED_EAGLE, k=6, tree=32), 120),
+    Strategy("EAGLE-3 k=auto", lambda: EagleCandidates(workloads.BUNDLED_EAGLE, policy=AdaptiveDepth(GPU_LIKE)), 120),
 )
 
 

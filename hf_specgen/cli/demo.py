@@ -39,7 +39,7 @@ def show(settings: DemoSettings, console: Console | None = None) -> bool:
     model, tokenizer = workloads.load(source or "", settings.dtype, settings.device)
     if source is None:
         tasks = [(name, texts[0], workloads.DOMAINS[name]) for name, texts in workloads.domain_prompts(1).items()]
-        files = [str(draft) for draft in (workloads.EMBEDDED_EAGLE, workloads.EMBEDDED_DRAFT)]
+        files = [str(draft) for draft in (workloads.BUNDLED_EAGLE, workloads.BUNDLED_DRAFT)]
         _, *drafts = workloads.strategies(files, dtype=str(model.dtype).removeprefix("torch."))
     else:
         tasks = [(name, texts[0], workloads.GREEDY) for name, texts in workloads.everyday_prompts().items()]

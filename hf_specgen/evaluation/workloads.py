@@ -42,13 +42,13 @@ def _assets() -> Path:
 
 ASSETS = _assets()
 EVERYDAY_PROMPTS = Path(__file__).with_name("everyday.jsonl")
-EMBEDDED_MODEL = ASSETS / "reference-lm"
-EMBEDDED_PROMPTS = ASSETS / "validation.jsonl"
-EMBEDDED_DRAFT = ASSETS / "draft-lm"
-EMBEDDED_ADAPTER = ASSETS / "exit-adapter"
-EMBEDDED_HEADS = ASSETS / "medusa-heads"
-EMBEDDED_EAGLE = ASSETS / "eagle3-head"
-EMBEDDED_DSPARK = ASSETS / "dspark-head"
+BUNDLED_MODEL = ASSETS / "reference-lm"
+BUNDLED_PROMPTS = ASSETS / "validation.jsonl"
+BUNDLED_DRAFT = ASSETS / "draft-lm"
+BUNDLED_ADAPTER = ASSETS / "exit-adapter"
+BUNDLED_HEADS = ASSETS / "medusa-heads"
+BUNDLED_EAGLE = ASSETS / "eagle3-head"
+BUNDLED_DSPARK = ASSETS / "dspark-head"
 PUBLISHED_EAGLE = ASSETS / "smollm2-eagle3-head"
 """For `hf_specgen.evaluation.published`; the files above are those of the bundled model."""
 CHECKPOINT_SUFFIXES = (".safetensors", ".bin", ".json", ".jinja", ".model")
@@ -106,9 +106,9 @@ def load(
     Args:
         device: a device; "auto" to spread the model over all devices, as `device_map="auto"` does.
     """
-    if not model and not EMBEDDED_MODEL.exists():
+    if not model and not BUNDLED_MODEL.exists():
         raise FileNotFoundError(NOT_INSTALLED)
-    source = model if isinstance(model, Source) else Source(model or str(EMBEDDED_MODEL))
+    source = model if isinstance(model, Source) else Source(model or str(BUNDLED_MODEL))
     device = usable_device(device)
     with source_errors(source.path_or_id):
         tokenizer = from_pretrained(AutoTokenizer, source, padding_side="left")
@@ -167,10 +167,10 @@ def usable_device(name: str = "") -> str:
 
 def domain_prompts(per_domain: int = 5) -> dict[str, list[str]]:
     """The first bundled prompts of each domain."""
-    if not EMBEDDED_PROMPTS.exists():
+    if not BUNDLED_PROMPTS.exists():
         raise FileNotFoundError(NOT_INSTALLED)
     found: dict[str, list[str]] = {domain: [] for domain in DOMAINS}
-    for row in read_rows(EMBEDDED_PROMPTS):
+    for row in read_rows(BUNDLED_PROMPTS):
         found[row["domain"]].append(row["prompt"])
     return {domain: prompts[:per_domain] for domain, prompts in found.items()}
 

@@ -19,7 +19,7 @@ from hf_specgen import (
 )
 from hf_specgen.candidates.captured_levels import CapturedLevels
 from hf_specgen.compat import CACHE
-from hf_specgen.evaluation.workloads import EMBEDDED_EAGLE, load
+from hf_specgen.evaluation.workloads import BUNDLED_EAGLE, load
 from hf_specgen.targets import graphs
 from tests.cuda.helpers import draft, inputs, same_tokens
 from tests.helpers import SAMPLING
@@ -61,7 +61,7 @@ def test_captured_passes_in_several_calls_same_tokens(target: Any, drafter: str,
 @pytest.mark.parametrize("batch", [1, 3])
 def test_captured_target_and_eagle_head_same_tokens(embedded: Any, batch: int, mode: str) -> None:
     """The drafts are those of a head that is not captured: as many are accepted."""
-    for candidates in (EagleCandidates(str(EMBEDDED_EAGLE), k=4), EagleCandidates(str(EMBEDDED_EAGLE), k=5, tree=16)):
+    for candidates in (EagleCandidates(str(BUNDLED_EAGLE), k=4), EagleCandidates(str(BUNDLED_EAGLE), k=5, tree=16)):
         for length in (12, 40):
             arguments = {"max_new_tokens": 48, **SAMPLING[mode]}
             eager = same_tokens(embedded, inputs(batch, length), candidates, **arguments)
@@ -156,6 +156,6 @@ def test_step_without_cudnn_attention_and_setting_restored(target: Any) -> None:
 @pytest.mark.parametrize("shape", [{"k": 5}, {"k": 6, "tree": 12}, {}], ids=str)
 def test_first_levels_of_a_draft_are_one_graph(embedded: Any, shape: Any) -> None:
     """Would catch: an operation that a graph cannot hold, after which each level takes a graph of its own."""
-    same_tokens(embedded, inputs(1, 12), EagleCandidates(EMBEDDED_EAGLE, **shape), compile="graphs")
+    same_tokens(embedded, inputs(1, 12), EagleCandidates(BUNDLED_EAGLE, **shape), compile="graphs")
     sets = [one for functions in graphs._functions.values() for one in functions.buffers.sets]
     assert any(isinstance(key[0], CapturedLevels) for one in sets for key in one.graphs)

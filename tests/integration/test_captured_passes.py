@@ -333,7 +333,7 @@ def test_captured_levels_same_drafts(
 
     def drafts(mode: Any) -> Any:
         if drafter == "EAGLE-3":
-            head = load_head(workloads.EMBEDDED_EAGLE)
+            head = load_head(workloads.BUNDLED_EAGLE)
             runs.append(captured_passes(head))
             candidates: Any = EagleCandidates(head, **shape)
         else:

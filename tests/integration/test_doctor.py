@@ -19,13 +19,13 @@ from hf_specgen.cli.__main__ import app
 from hf_specgen.cli.doctor import Report, examine
 from hf_specgen.cli.settings import DoctorSettings
 from hf_specgen.evaluation.measure import Comparison, Sample, Variant
-from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL, Strategy
+from hf_specgen.evaluation.workloads import BUNDLED_DRAFT, BUNDLED_HEADS, BUNDLED_MODEL, Strategy
 from hf_specgen.heads.source import Source
 from tests.helpers import tiny_model
 from tests.helpers.encoder_decoder import encoder_decoder
 from tests.helpers.head_fixtures import FIXTURES
 
-MODEL, DRAFT, HEADS = str(EMBEDDED_MODEL), str(EMBEDDED_DRAFT), str(EMBEDDED_HEADS)
+MODEL, DRAFT, HEADS = str(BUNDLED_MODEL), str(BUNDLED_DRAFT), str(BUNDLED_HEADS)
 
 
 def results(report: Report) -> dict[str, str]:

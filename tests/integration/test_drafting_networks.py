@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, To
 
 from hf_specgen import AdaptiveDepth, DraftModelCandidates, FixedDepth, LayerSkipCandidates, MedusaCandidates
 from hf_specgen.depth import CostCurve, LatencyModel
-from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER
+from hf_specgen.evaluation.workloads import BUNDLED_ADAPTER
 from hf_specgen.heads import ExitHead
 from hf_specgen.heads.exit_head import exit_layer_of, save_exit_head
 from tests.helpers import SAMPLING, assert_same_tokens, fresh_model, perturbed_copy, prompts, shared_draft, tiny_model
@@ -193,8 +193,8 @@ def test_quantised_copy_of_the_target_drafts_for_it_and_shares_its_other_weights
 
 def test_layer_skip_adapter_given_as_a_path_is_the_folder_of_that_name(reference_model: Any, tokenizer: Any) -> None:
     """Would catch: a `Path` taken for a module and called."""
-    inputs, layers = tokenizer("def add(x, y):", return_tensors="pt"), exit_layer_of(EMBEDDED_ADAPTER)
-    by_path, by_name = (LayerSkipCandidates(layers, k=3, adapter=kind(EMBEDDED_ADAPTER)) for kind in (Path, str))
+    inputs, layers = tokenizer("def add(x, y):", return_tensors="pt"), exit_layer_of(BUNDLED_ADAPTER)
+    by_path, by_name = (LayerSkipCandidates(layers, k=3, adapter=kind(BUNDLED_ADAPTER)) for kind in (Path, str))
     assert repr(by_path) == repr(by_name) and by_path.profile_key() == by_name.profile_key()
     assert assert_same_tokens(reference_model, inputs, by_path, max_new_tokens=13).accepted > 0
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from hf_specgen import CombinedCandidates, DraftModelCandidates, NgramCandidates
 from hf_specgen.candidates.best_first import SearchLimits
 from hf_specgen.candidates.ngram import MatchOdds, RowText, outcomes
-from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT
+from hf_specgen.evaluation.workloads import BUNDLED_DRAFT
 from hf_specgen.verification.result import accepted_path
 from tests.fuzz.models import word_level
 from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
@@ -26,7 +26,7 @@ from tests.helpers.models import recorded_inputs, small_llama
 
 def permuted(folder: Path, merges: int | None = None) -> Path:
     """The embedded draft model with its vocabulary in another order, and with its first merges only."""
-    shutil.copytree(EMBEDDED_DRAFT, folder)
+    shutil.copytree(BUNDLED_DRAFT, folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     special = {token["id"] for token in tokenizer["added_tokens"]}
     vocabulary = tokenizer["model"]["vocab"]
@@ -36,7 +36,7 @@ def permuted(folder: Path, merges: int | None = None) -> Path:
     if merges is not None:
         del tokenizer["model"]["merges"][merges:]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_DRAFT, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED_DRAFT, dtype=torch.float32)
     order = torch.arange(model.config.vocab_size)
     for old, index in new.items():
         order[index] = old
@@ -66,7 +66,7 @@ def load(folder: Path | str) -> Any:
 @pytest.fixture(scope="module")
 def drafts(draft: Path) -> dict[str, Any]:
     """The same draft model with the target's vocabulary and with the permuted one, loaded once for all tests."""
-    return {"same": load(EMBEDDED_DRAFT), "permuted": load(draft)}
+    return {"same": load(BUNDLED_DRAFT), "permuted": load(draft)}
 
 
 @pytest.mark.parametrize(("tree", "sampling"), [(None, "sampled"), (12, "greedy")])

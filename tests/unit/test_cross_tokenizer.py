@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_specgen.candidates.cross_tokenizer import Codec, Retokenizer, SharedVocabulary, shared_ids, token_texts
 from hf_specgen.candidates.draft_model import have_same_vocabulary
-from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT
+from hf_specgen.evaluation.workloads import BUNDLED_DRAFT
 from tests.fuzz.models import CHARACTERS, KINDS, VOCAB, tokenizer_folder
 
 TARGET = tokenizer_folder("characters")
@@ -189,9 +189,9 @@ def test_have_same_vocabulary_tokenizer_that_cannot_be_loaded_is_tried_once(
 
 def test_have_same_vocabulary_damaged_tokenizer_and_other_size_names_the_reason(tmp_path: Path) -> None:
     """Would catch: two vocabularies called different without saying that a tokenizer is damaged."""
-    broken = Path(shutil.copytree(EMBEDDED_DRAFT, tmp_path / "broken"))
+    broken = Path(shutil.copytree(BUNDLED_DRAFT, tmp_path / "broken"))
     (broken / "tokenizer.json").write_text("{}", encoding="utf-8")
-    draft, target = model(str(broken), 100), model(str(EMBEDDED_DRAFT), 99)
+    draft, target = model(str(broken), 100), model(str(BUNDLED_DRAFT), 99)
     with pytest.raises(ValueError, match=rf"of 100, the target of 99.*tokenizer of '{broken}' cannot be loaded"):
         have_same_vocabulary(draft, target)
     have_same_vocabulary(model(str(broken), 99), target)  # the same size: not proved, but likely

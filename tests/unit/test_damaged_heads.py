@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_specgen import AutoCandidates, DraftModelCandidates
-from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER, EMBEDDED_DRAFT, EMBEDDED_HEADS
+from hf_specgen.evaluation.workloads import BUNDLED_ADAPTER, BUNDLED_DRAFT, BUNDLED_HEADS
 from hf_specgen.heads import checkpoint, load_exit_head
 from hf_specgen.heads.export import export_head
 from hf_specgen.heads.head_formats import load_head
@@ -244,7 +244,7 @@ MEDUSA: list[tuple[Damage, str]] = [
     (tensors(lambda t: {name: t[name].long() for name in t}), "quantised heads are not supported"),
     (tensors(lambda t: {name: torch.zeros(()) for name in t}), INCOMPLETE),
 ]
-BUNDLED_HEADS: list[tuple[Damage, str]] = [
+DAMAGED_HEADS: list[tuple[Damage, str]] = [
     (config(num_heads=HUGE), "num_heads is 1000000000"),
     (config(num_layers=HUGE), "num_layers is 1000000000"),
     (config(vocab_size=HUGE), "vocab_size 1000000000|should be|makes it"),
@@ -254,7 +254,7 @@ BUNDLED_HEADS: list[tuple[Damage, str]] = [
     (config(lora_rank="x"), "lora_rank must be a whole number"),
 ]
 ADAPTER, EXIT = "adapter_config.json", "exit_config.json"
-BUNDLED_ADAPTER: list[tuple[Damage, str]] = [
+DAMAGED_ADAPTER: list[tuple[Damage, str]] = [
     (config(ADAPTER, r=HUGE), "1000000000"),  # would catch: PEFT building LoRA matrices of 10**9 rows, 1.5 TB
     (config(ADAPTER, r=0), "r must be a whole number between 1 and"),
     (config(ADAPTER, r="64"), "r must be a whole number .* got str '64'"),
@@ -271,13 +271,13 @@ BUNDLED_ADAPTER: list[tuple[Damage, str]] = [
 ]
 # Would catch: RecursionError, JSONDecodeError, KeyError or AttributeError from deep inside.
 for content in (DEEP, "", "{", '"text"', "\x00", '{"model_type": "medusa_heads"}'):
-    BUNDLED_HEADS.append((text(content), "{folder}"))
-    BUNDLED_ADAPTER.extend((text(content, file), "{folder}") for file in (ADAPTER, EXIT))
+    DAMAGED_HEADS.append((text(content), "{folder}"))
+    DAMAGED_ADAPTER.extend((text(content, file), "{folder}") for file in (ADAPTER, EXIT))
 for size in (0, 7, 100, 500_000):
     for file in ("model.safetensors", "lora/adapter_model.safetensors"):
-        BUNDLED_HEADS.append((truncated(size, file), f"{{folder}}/{file} cannot be read as tensors"))
+        DAMAGED_HEADS.append((truncated(size, file), f"{{folder}}/{file} cannot be read as tensors"))
     file = "adapter_model.safetensors"
-    BUNDLED_ADAPTER.append((truncated(size, file), f"{{folder}}/{file} cannot be read as tensors"))
+    DAMAGED_ADAPTER.append((truncated(size, file), f"{{folder}}/{file} cannot be read as tensors"))
 MTP_LAYERS: list[tuple[Damage, str]] = [
     (mtp_tensor("eh_proj.weight", None), r"no MTP layers: neither .* nor mtp\.fc\.weight"),
     (mtp_tensor("hnorm.weight", None), r"has no hnorm\.weight"),
@@ -343,8 +343,8 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         lambda folder, _: load_head(folder),
         MEDUSA,
     ),
-    "bundled heads": (copied(EMBEDDED_HEADS), lambda folder, model: load_head(folder).bind(model), BUNDLED_HEADS),
-    "bundled adapter": (copied(EMBEDDED_ADAPTER), lambda folder, model: load_exit_head(model, folder), BUNDLED_ADAPTER),
+    "bundled heads": (copied(BUNDLED_HEADS), lambda folder, model: load_head(folder).bind(model), DAMAGED_HEADS),
+    "bundled adapter": (copied(BUNDLED_ADAPTER), lambda folder, model: load_exit_head(model, folder), DAMAGED_ADAPTER),
     "MTP layers": (copied(MTP.target_folder), load_layers, MTP_LAYERS),
     "PARD-2": (copied(FIXTURES["pard2_llama"].head_folder), draft_with, PARD),
     "automatic": (
@@ -352,7 +352,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         lambda folder, _: AutoCandidates.from_pretrained(folder),
         AUTOMATIC,
     ),
-    "a model": (copied(EMBEDDED_DRAFT), lambda folder, _: load_head(folder), [(lambda _: None, "not a draft head")]),
+    "a model": (copied(BUNDLED_DRAFT), lambda folder, _: load_head(folder), [(lambda _: None, "not a draft head")]),
     **{
         name: (copied(HEAD_FIXTURES / name / "head"), lambda folder, _: load_head(folder).bind(target_of(QWEN3)), rows)
         for name, rows in LATER.items()

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specgen import AutoCandidates, EagleCandidates, MedusaCandidates
-from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER, EMBEDDED_HEADS
+from hf_specgen.evaluation.workloads import BUNDLED_ADAPTER, BUNDLED_HEADS
 from hf_specgen.heads import checkpoint, load_exit_head
 from hf_specgen.heads.eagle import Eagle3Head
 from hf_specgen.heads.exit_head import exit_layer_of
@@ -271,12 +271,12 @@ def test_adapter_of_a_head_names_the_revision_of_its_base(folder: Path) -> None:
 
 def test_embedded_adapters_still_load(reference_model: Any) -> None:
     """The checks refuse nothing that is right: also tensors, not only shapes, are those of the files."""
-    head = load_exit_head(reference_model, EMBEDDED_ADAPTER)
-    saved = load_file(EMBEDDED_ADAPTER / "adapter_model.safetensors")
+    head = load_exit_head(reference_model, BUNDLED_ADAPTER)
+    saved = load_file(BUNDLED_ADAPTER / "adapter_model.safetensors")
     norm: Any = head.norm.weight
     assert torch.equal(norm, saved["base_model.model.norm.weight"].float()) and not norm.requires_grad
-    heads: Any = load_head(EMBEDDED_HEADS)
-    of_lora = load_file(EMBEDDED_HEADS / "lora" / "adapter_model.safetensors")
+    heads: Any = load_head(BUNDLED_HEADS)
+    of_lora = load_file(BUNDLED_HEADS / "lora" / "adapter_model.safetensors")
     assert torch.equal(heads.lora_B[3].weight, of_lora["base_model.model.heads.3.lora_B.weight"].bfloat16())
 
 
