@@ -141,8 +141,10 @@ def stored_states(args: Arguments, drafter: Any, name: str, content: Any, make_r
     rows, shared = make_rows(), _shared_tensors(drafter.target, drafter.copied)
     folder.mkdir(parents=True, exist_ok=True)
     if state.is_main_process:
+        _check_same_weights(folder, shared)
         write_rows(folder / INDEX, [description | {"complete": False}])
-        save_file(shared, folder / SHARED)
+        save_file(shared, (folder / SHARED).with_suffix(".part"))
+        (folder / SHARED).with_suffix(".part").replace(folder / SHARED)
         with deferred_signals():
             rows.save_to_disk(folder / ROWS)
     starts = list(range(0, len(rows), ROWS_PER_FILE))
@@ -161,6 +163,17 @@ def stored_states(args: Arguments, drafter: Any, name: str, content: Any, make_r
         write_rows(folder / INDEX, [description | {"complete": True}])
     state.wait_for_everyone()
     return StoredStates(folder)
+
+
+def _check_same_weights(folder: Path, shared: Mapping[str, torch.Tensor]) -> None:
+    """Raise a `ValueError` if an interrupted run has stored states of a target with other weights."""
+    earlier = load_file(folder / SHARED) if (folder / SHARED).exists() else {}
+    pairs = [(tensor, shared[name]) for name, tensor in earlier.items() if name in shared]
+    if any(old.dtype != new.dtype or not torch.equal(old, new) for old, new in pairs):
+        raise ValueError(
+            f"{folder} has states of the target with other weights, from an interrupted run; give another folder for "
+            "--features, or delete this one"
+        )
 
 
 @torch.no_grad()

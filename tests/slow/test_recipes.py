@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,6 +175,23 @@ def test_states_on_disk_give_the_same_losses_without_the_target(
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "without"), rel=1e-4)
     with pytest.raises(ValueError, match=r"has the states of another run: .*tokens.*give another folder"):
         recipe.main(arguments(folder, str(tmp_path / "other"), *more, *features, "--max-length", "20"))
+
+
+def test_interrupted_states_of_a_target_with_new_weights_are_refused(folder: Path, tmp_path: Path) -> None:
+    """Would catch: states of two targets in one folder, after the folder of the target was overwritten."""
+    target = shutil.copytree(folder / "target", tmp_path / "target")
+    index = tmp_path / "states" / "train" / "index.json"
+    more = ["--target", str(target), "--features", str(tmp_path / "states")]
+    train_eagle.main(arguments(folder, str(tmp_path / "first"), *HEAD, *more))
+    index.write_text(json.dumps({**json.loads(index.read_text()), "complete": False}) + "\n")
+    train_eagle.main(arguments(folder, str(tmp_path / "same"), *HEAD, *more))
+    index.write_text(json.dumps({**json.loads(index.read_text()), "complete": False}) + "\n")
+    model = AutoModelForCausalLM.from_pretrained(target)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1.5)
+    model.save_pretrained(target)
+    with pytest.raises(ValueError, match=r"has states of the target with other weights.*give another folder"):
+        train_eagle.main(arguments(folder, str(tmp_path / "other"), *HEAD, *more))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")  # of DeepSpeed
