@@ -99,9 +99,8 @@ class GenerationState:
         self.device = input_ids.device
         self.default_device = torch.get_default_device()  # where the user's functions make tensors
         self.stopped = [False] * self.batch  # whether plain `generate` stops a row at its last emitted position
-        self._tokens = (
-            input_ids.cpu().numpy().astype(np.int64)
-        )  # [batch, capacity] of prompts and texts, padded on the right
+        # `[batch, capacity]` tokens of prompts and texts, padded on the right.
+        self._tokens = input_ids.cpu().numpy().astype(np.int64)
 
     @classmethod
     def of_call(
