@@ -58,6 +58,7 @@ class Drafter(ABC, Generic[T]):
 
     max_depth: float = inf  # how many tokens deep a draft can be
     is_one_pass: bool = False  # whether all depths are drafted in one pass, by `forward_depths`
+    drafts_chains: bool = False  # whether passes cannot run on the branches of a tree
     rows_can_change: bool = False  # whether rows can join and leave between steps, by `keep_rows` and `append_rows`
     token_ids: torch.Tensor | None = None
     """`[draft vocab]` the target's token id of each logit; None if the logits are of all tokens in their order."""

@@ -141,12 +141,11 @@ class DraftModelCandidates(PretrainedCandidates):
         if loaded.parallel is not None and self.adaptive_tree:
             k = min(k, MAX_PARALLEL_DEPTH)
         drafter = DraftModelDrafter(batch, loaded, k)
-        drafts_chains = loaded.parallel is None and drafter.runner.verifies_chains_only
         return DrafterSession(
             batch,
             drafter,
             k,
-            None if drafts_chains else self.tree,
+            self.tree,
             confidence_threshold=self.confidence_threshold,
             warns_of_length=loaded.takes_window and loaded.window is None,
         )

@@ -118,8 +118,9 @@ class DraftModelDrafter(Drafter[UncachedText]):
         self._expanded = 0  # nodes of each row in the cache
         self._has_prompt = False
         self.runner = self._begin(self._rows)
+        self.drafts_chains = self.runner.verifies_chains_only
         is_plain_text = all(type(text) is DraftText for text in draft.texts)
-        self.rows_can_change = is_plain_text and not draft.reads_target and not self.runner.verifies_chains_only
+        self.rows_can_change = is_plain_text and not draft.reads_target and not self.drafts_chains
 
     def take_uncached(self, max_depths: Sequence[int]) -> UncachedText | None:
         """Return the unprocessed tokens; None if no row drafts. The first draft begins with the drafter's prefill."""

@@ -20,7 +20,7 @@ from hf_specgen.candidates.base import vocabulary_size
 from hf_specgen.candidates.captured_levels import CandidateProposer, CapturedLevelsOutput, add_captured_levels
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.tree_builder import TreeBuilder
-from hf_specgen.candidates.tree_size import ExpansionPlan, tree_sizer
+from hf_specgen.candidates.tree_size import ExpansionPlan, tree_sizer, verifies_expanded
 from hf_specgen.drafter import Drafter, T
 from hf_specgen.targets.passes import CapturablePasses
 from hf_specgen.tree import DraftTree
@@ -49,13 +49,7 @@ class LevelDraft(Generic[T]):
         self._batch = batch
         self._drafter = drafter
         self._uncached = uncached
-        if batch.verifies_chains_only:
-            tree = None
-        # In rejection sampling a node must not be left out because of its token, nor because of what follows it.
-        self._verifies_expanded = batch.wants_q or drafter.expanded_nodes_first
-        self._sizer = tree_sizer(
-            tree, batch, uncached.depths, drafter.single_pass_tokens, estimator, threshold > 0, self._verifies_expanded
-        )
+        self._sizer = tree_sizer(tree, batch, uncached.depths, drafter, estimator, may_end_early=threshold > 0)
         self._k = k
         self._threshold = threshold
         self._qs: list[torch.Tensor] = []  # q after the nodes of each pass, for rejection sampling
@@ -177,7 +171,7 @@ class LevelDraft(Generic[T]):
         """The nodes that are verified, with q for rejection sampling."""
         builder = self.builder
         nodes = self._sizer.num_verified(builder)
-        if self._verifies_expanded:  # all nodes that a pass has run on
+        if verifies_expanded(self._batch, self._drafter):
             nodes = max(nodes, builder.num_expanded)
             draft, parents = builder.best_with_expanded(nodes, self._drafter.expanded_nodes_first)
             if self._batch.wants_q and draft.nodes:

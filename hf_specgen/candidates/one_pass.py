@@ -59,7 +59,7 @@ def one_pass_draft(batch: DraftBatch, drafter: Drafter[T], text: T, tree: str | 
     """A draft of this size from the distributions of all depths that a drafter predicts after new text."""
     depths = text.depths
     predicted = drafter.forward_depths(text, max(depths))  # the drafter's only pass
-    scores, rows = _ranked(batch, predicted, 1 if tree is None else MAX_RANKS)
+    scores, rows = _ranked(batch, predicted, 1 if tree is None or batch.verifies_chains_only else MAX_RANKS)
     sizer = tree_sizer(default_tree(batch, tree), batch, depths)
     trees = [best_combinations(*pair, sizer, batch.wants_q) for pair in zip(rows, depths, strict=True)]
     draft_seconds = sizer.drafting_seconds(text.tokens_per_pass)

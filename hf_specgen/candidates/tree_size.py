@@ -6,7 +6,8 @@ The path probability of a node is the product of the acceptance probabilities al
     seconds(n) = target's pass over 1 + n tokens of each row + the drafter's passes so far
 
 `FastestTreeSizer` verifies the number of nodes with the most tokens per second, and makes a further pass of the drafter
-as long as that raises it. `FixedTreeSizer` is for `tree=<number>`, and for chains: `tree=None`, or no latencies known.
+as long as that raises it; `FastestChainSizer` does so where drafts must be chains. `FixedTreeSizer` and, for chains,
+`ChainSizer` are for `tree=<number>`; `ChainSizer` also for `tree=None`, and where no latencies are known.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import zip_longest
 from math import inf, isqrt
-from sys import maxsize
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +26,9 @@ from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.tree_builder import ProbabilitySnapshot, TreeBuilder
 from hf_specgen.depth.latency import CostCurve, DraftLatency, StepLatency, fastest
 from hf_specgen.device_tree import Floats
+from hf_specgen.drafter import Drafter
 from hf_specgen.targets.cache import padded_tokens
+from hf_specgen.targets.row_layout import UNLIMITED
 
 MAX_NODES = 63
 """Maximum number of nodes of a row, which with its last token fill a pass of 64: beyond, each further node adds to the
@@ -98,28 +100,24 @@ class TreeSizer(ABC):
 
 
 class FixedTreeSizer(TreeSizer):
-    """Trees of at most so many nodes a row, expanded about the square root of that many at a time; or chains.
+    """Trees of at most so many nodes a row, expanded about the square root of that many at a time.
 
     Rejection sampling and layer skip verify all expanded nodes, which may be more.
-
-    Args:
-        may_end_early: whether some nodes must not be expanded (confidence threshold), so that a chain may end early.
     """
 
-    def __init__(self, nodes: int = MAX_NODES, children: int = MAX_CHILDREN, may_end_early: bool = False):
-        super().__init__(nodes if children > 1 else maxsize, children)  # the depth limits a chain
+    def __init__(self, nodes: int, children: int = MAX_CHILDREN):
+        super().__init__(nodes, children)
         self._width = isqrt(nodes)
-        self._may_end_early = may_end_early
 
     def plan_without_sync(self, builder: TreeBuilder, k: int) -> ExpansionPlan | None:
-        levels = _levels_after_first(builder, k)
-        if self.children == 1 and not self._may_end_early:
-            return ExpansionPlan(levels, 1) if levels else None
+        levels = self._levels_after_first(builder, k)
         passes = min(builder.levels_per_sync - 1, levels)  # level 1 counts among the levels before the synchronization
         return ExpansionPlan(passes, min(self._width, builder.children)) if passes else None
 
     def _plan_with_sync(self, builder: TreeBuilder, k: int) -> ExpansionPlan | None:
-        levels = max(builder.max_depths) - builder.num_levels  # that may follow
+        levels = min(max(builder.max_depths), self.max_nodes) - builder.num_levels  # that may follow
+        if levels <= 0:
+            return None
         since_sync = builder.num_levels % builder.levels_per_sync
         # The host reads every `levels_per_sync` levels; an accelerator not if only one level is left, whose pass takes
         # less time than the read.
@@ -129,11 +127,36 @@ class FixedTreeSizer(TreeSizer):
         passes = min(builder.levels_per_sync - since_sync, levels)
         return ExpansionPlan(passes, min(self._width, builder.last_level_size))
 
+    def _levels_after_first(self, builder: TreeBuilder, k: int) -> int:
+        """How many levels may follow the first one; each has a node at least."""
+        return min(_levels_after_first(builder, k), self.max_nodes - 1)
+
     def num_verified(self, builder: TreeBuilder) -> int:
-        return self.max_nodes if self.children > 1 else max(1, *builder.max_depths)
+        return self.max_nodes
 
     def num_verified_of(self, probability: PathProbabilities, draft_seconds: float = 0.0, wants_q: bool = False) -> int:
         return self.max_nodes
+
+
+class ChainSizer(FixedTreeSizer):
+    """Chains as deep as the rows may draft, of at most so many nodes.
+
+    Args:
+        may_end_early: whether some nodes must not be expanded (confidence threshold), so that a chain may end early.
+    """
+
+    def __init__(self, nodes: int = UNLIMITED, may_end_early: bool = False):
+        super().__init__(nodes, children=1)
+        self._may_end_early = may_end_early
+
+    def plan_without_sync(self, builder: TreeBuilder, k: int) -> ExpansionPlan | None:
+        if self._may_end_early:
+            return super().plan_without_sync(builder, k)
+        levels = self._levels_after_first(builder, k)
+        return ExpansionPlan(levels, 1) if levels else None
+
+    def num_verified(self, builder: TreeBuilder) -> int:
+        return min(self.max_nodes, max(1, *builder.max_depths))
 
 
 class FastestTreeSizer(TreeSizer):
@@ -147,6 +170,8 @@ class FastestTreeSizer(TreeSizer):
         verifies_expanded: whether all expanded nodes are verified, so that their number is limited too.
     """
 
+    _max_children = MAX_CHILDREN
+
     def __init__(
         self,
         latency: StepLatency,
@@ -157,7 +182,7 @@ class FastestTreeSizer(TreeSizer):
         estimator: AcceptanceEstimator | None = None,
         verifies_expanded: bool = False,
     ):
-        super().__init__(MAX_NODES, MAX_CHILDREN)
+        super().__init__(MAX_NODES, self._max_children)
         self._estimator = estimator or AcceptanceEstimator()
         self._levels = DraftLevels()
         self._verifies_expanded = verifies_expanded
@@ -279,6 +304,12 @@ class FastestTreeSizer(TreeSizer):
         return self._draft_latency.draft_seconds(passes)
 
 
+class FastestChainSizer(FastestTreeSizer):
+    """Chains with the most expected tokens per second."""
+
+    _max_children = 1
+
+
 def _levels_after_first(builder: TreeBuilder, k: int) -> int:
     """How many levels may follow the first level.
 
@@ -317,21 +348,20 @@ def tree_sizer(
     tree: str | int | None,
     batch: DraftBatch,
     depths: Sequence[int],
-    single_pass_tokens: int = 0,
+    drafter: Drafter[Any] | None = None,
     estimator: AcceptanceEstimator | None = None,
     may_end_early: bool = False,
-    verifies_expanded: bool = False,
 ) -> TreeSizer:
     """What sizes the next trees of a batch, of rows with these maximum depths.
 
     Args:
         tree: maximum number of nodes; "auto" for the most tokens per second; None, or "auto" without latencies: chains.
-        single_pass_tokens: see `Drafter.single_pass_tokens`.
-        may_end_early: see `FixedTreeSizer`.
-        verifies_expanded: see `FastestTreeSizer`.
+        drafter: makes a pass for each level; None: the trees are searched without passes.
+        may_end_early: see `ChainSizer`.
     """
+    is_chain = batch.verifies_chains_only or (drafter is not None and drafter.drafts_chains)
     if isinstance(tree, int):
-        return FixedTreeSizer(tree)
+        return ChainSizer(tree, may_end_early) if is_chain else FixedTreeSizer(tree)
     rows = max(1, sum(depth > 0 for depth in depths))
     num_active_rows = sum(not batch.state.has_ended(row) for row in range(batch.state.batch))
     # A captured pass over 2 tokens is padded to 4, so `pass_shape(2)` tells whether passes are padded.
@@ -340,7 +370,17 @@ def tree_sizer(
     pass_rows = max(rows, pass_rows)
     step = None if tree is None else batch.step_latency(pass_rows)
     if step is None:
-        return FixedTreeSizer(children=1, may_end_early=may_end_early)
-    if single_pass_tokens:  # the whole draft takes one pass, and each further level nothing
-        step = step._replace(draft=DraftLatency(overhead=step.draft.draft_seconds([rows * single_pass_tokens])))
-    return FastestTreeSizer(step, rows, pass_rows, num_active_rows, pads_passes, estimator, verifies_expanded)
+        return ChainSizer(may_end_early=may_end_early)
+    if drafter is not None and (tokens := drafter.single_pass_tokens):  # further levels of the draft take no time
+        step = step._replace(draft=DraftLatency(overhead=step.draft.draft_seconds([rows * tokens])))
+    sizer = FastestChainSizer if is_chain else FastestTreeSizer
+    all_expanded = drafter is not None and verifies_expanded(batch, drafter)
+    return sizer(step, rows, pass_rows, num_active_rows, pads_passes, estimator, all_expanded)
+
+
+def verifies_expanded(batch: DraftBatch, drafter: Drafter[Any]) -> bool:
+    """Whether all nodes that a pass of the drafter has run on are verified.
+
+    In rejection sampling a node must not be left out because of its token, nor because of what follows it.
+    """
+    return batch.wants_q or drafter.expanded_nodes_first

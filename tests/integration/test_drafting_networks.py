@@ -204,6 +204,25 @@ def test_layer_skip_adapter_given_as_a_path_is_the_folder_of_that_name(reference
 LATENCY = LatencyModel.from_curves(CostCurve((1, 65), (1.0, 1.1), 256, 1), draft_token=0.05)
 
 
+@pytest.mark.parametrize("kind", ["draft model", "parallel heads"])
+@pytest.mark.parametrize("tree", [2, "auto"])
+def test_chain_for_a_target_without_trees_has_the_size_of_the_tree(tree: Any, kind: str) -> None:
+    """Would catch: `tree=2` that is ignored, or "auto" that drafts to the full depth, where states cannot branch.
+
+    With this latency a second draft token would have to be accepted with probability 0.6.
+    """
+    model = tiny_model("qwen3_next")
+    latency = LatencyModel.from_curves(CostCurve((1, 2, 64), (1.0, 1.1, 70.0), 64, 1), draft_token=0.001)
+    settings: Any = {"k": 8, "tree": tree, "policy": FixedDepth() if tree == 2 else AdaptiveDepth(latency)}
+    if kind == "draft model":
+        strategy: Any = DraftModelCandidates(tiny_model("llama"), **settings)
+    else:
+        strategy = MedusaCandidates(random_heads(model, num_heads=4), **settings)
+    statistics = assert_same_tokens(model, prompts(1), strategy, max_new_tokens=30)
+    drafted = [step.drafted for step in statistics.rows[0][:-3]]
+    assert max(drafted) <= 2 and (tree == "auto" or min(drafted) == 2)
+
+
 def test_trees_accept_more_tokens_per_step_than_a_chain_of_the_same_depth() -> None:
     """Would catch: a tree whose further branches are never accepted, which would be verified for nothing."""
     draft, tokens_per_step = shared_draft(llama(), noise=0.3), []

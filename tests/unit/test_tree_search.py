@@ -15,7 +15,14 @@ from hf_specgen.candidates.best_first import SearchLimits, best_first
 from hf_specgen.candidates.captured_levels import CandidateProposer
 from hf_specgen.candidates.one_pass import Ranked, best_combinations
 from hf_specgen.candidates.tree_builder import LEVELS_PER_SYNC, TreeBuilder
-from hf_specgen.candidates.tree_size import MAX_NODES, FastestTreeSizer, FixedTreeSizer, TreeSizer
+from hf_specgen.candidates.tree_size import (
+    MAX_NODES,
+    ChainSizer,
+    FastestChainSizer,
+    FastestTreeSizer,
+    FixedTreeSizer,
+    TreeSizer,
+)
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.device_tree import DeviceTree, Frontier
 from hf_specgen.targets.cache import padded_tokens
@@ -284,6 +291,29 @@ def test_fastest_size_certain_text_grows_deep_and_uncertain_text_wide() -> None:
     assert widths[1] > widths[0]
 
 
+@pytest.mark.parametrize("acceptance", [0.3, 0.7, 0.95])
+def test_fastest_chain_has_the_depth_with_the_most_tokens_per_second(acceptance: float) -> None:
+    """Would catch: chains as deep as they may be, where drafts cannot be trees."""
+    latency, passes = curve(0.05, 0.05).at(1, 100), list[int]()
+    sizer = FastestChainSizer(latency)
+    builder = _grown(new_builder([32], sizer.children), sizer, [acceptance], passes)
+    tree = builder.best(sizer.num_verified(builder))
+    depths = np.arange(33)
+    tokens = np.cumsum(acceptance**depths)
+    rates = tokens / [latency.target.seconds_of(1.0 + depth) + 0.05 * depth for depth in depths]
+    assert tree.is_chain and abs(tree.nodes - int(np.argmax(rates))) <= 1
+    assert len(passes) <= tree.nodes + 1 < 32
+
+
+@pytest.mark.parametrize("may_end_early", [False, True])
+def test_chain_of_a_number_of_nodes_makes_no_pass_beyond_them(may_end_early: bool) -> None:
+    """Would catch: `tree=3` that is ignored where drafts must be chains."""
+    passes = list[int]()
+    sizer = ChainSizer(3, may_end_early)
+    builder = _grown(new_builder([9], 1), sizer, [0.9], passes)
+    assert passes == [1, 1] and builder.best(sizer.num_verified(builder)).nodes == 3
+
+
 def test_best_with_expanded_nodes_leaves_none_of_them_out() -> None:
     """Would catch: samples that are left out because of what follows them, so that others have not the distribution q.
 
@@ -352,12 +382,12 @@ def test_fixed_size_reads_after_some_levels_and_stops_when_no_better_node_can_co
     _grown(new_builder([3], 3), FixedTreeSizer(40), [0.5, 0.3, 0.1], passes)
     assert len(passes) == 2, "as deep as the draft may be"
     chain = new_builder([9], 1)
-    assert FixedTreeSizer(children=1).num_verified(chain) == 9
+    assert ChainSizer().num_verified(chain) == 9
 
 
 def test_chains_of_rows_with_different_limits_are_cut_to_them() -> None:
     """Would catch: a token beyond the depth of its row, whose position the model may not have."""
-    builder = _grown(new_builder([3, 0, 1], 1), FixedTreeSizer(children=1), [0.5])
+    builder = _grown(new_builder([3, 0, 1], 1), ChainSizer(), [0.5])
     tree, source = builder.best_with_expanded(3, expanded_first=False)
     assert tree.is_chain and tree.parents == ((-1, 0, 1), (), (-1,)) and source.tolist() == [[0, 1, 2]] * 3
     assert tree.token_lists() == [[0, 0, 0], [-1, -1, -1], [0, -1, -1]], "-1 is never the token of the target"
