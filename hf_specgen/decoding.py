@@ -269,6 +269,7 @@ class DecodingLoop(DecodingSteps):
     def run(self) -> Any:
         """Run a whole call, several tokens per forward pass of the target; returns what plain `generate` returns."""
         self.prefill()
+        self.measure_latency()
         assert self.call.model is not None
         with compat.optimized_for_decoding(self.call.model):
             self.decode()
@@ -279,7 +280,9 @@ class DecodingLoop(DecodingSteps):
         with self.timer.part("prefill"):
             logits = self.target.prefill()
         self.end_prefill(logits)
-        # The policy may measure the target's latency now, by passes that need free cache slots.
+
+    def measure_latency(self) -> None:
+        """Let the policy measure the target's latency after the prefill, by passes that need free cache slots."""
         if not self.state.all_stopped and self.call.context_length + MAX_DRAFT_SLOTS <= self.target.slot_limit:
             with self.timer.part("policy"):
                 self.policy.prefilled(self.target)

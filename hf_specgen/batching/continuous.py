@@ -134,7 +134,7 @@ def _packed_policy(policy: Policy, model: Any) -> Policy:
     if not policy.measures_latency():
         return policy
     with transformers_batching.unpaged_attention(model):
-        return SharedDepth(policy, curve=model_curve(model))
+        return SharedDepth(policy, model_curve(model))
 
 
 def _reason(settings: Settings, model: Any, generation_config: Any, config: ContinuousBatchingConfig) -> str:

@@ -14,26 +14,26 @@ pass draft for all rows together. Prompts that the common target cannot process 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 from numbers import Integral
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
+from hf_specgen.batching.prompt_call import PromptCall, errors_with_index, prefilled_calls
 from hf_specgen.batching.shared_steps import SharedSteps, cut_to_fastest_size
 from hf_specgen.call import checked_count
 from hf_specgen.call_statistics import Statistics, StepRecord
 from hf_specgen.decoding import DecodingLoop
-from hf_specgen.generate import Speculation, setting_of, store_statistics
+from hf_specgen.generate import setting_of, store_statistics
 from hf_specgen.settings import Settings, settings_in
-from hf_specgen.targets.fingerprint import computation
 from hf_specgen.targets.row_target import RowTarget
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import ExactVerifier
@@ -114,7 +114,7 @@ def generate_many(
         # Greedy calls leave the global generator as it is, like plain `generate`.
         seed = int(torch.randint(2**31, ())) if setting_of(model, arguments, "do_sample") else 0
     batch = _Batch(model, settings)
-    calls = _prefilled(model, prompts, batch.shared.settings, seed, streamer, arguments)
+    calls = prefilled_calls(model, prompts, batch.shared, seed, streamer, arguments)
     completions = batch.run(calls, max_rows)
     if ordered:
         completions = _in_order(completions)
@@ -154,99 +154,6 @@ def _in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
         raise
 
 
-class _PromptCall(Speculation):
-    """The `generate` call of a prompt: prepared as any other; `run` makes its prefill only, `_Batch` its steps."""
-
-    joins_shared_target = True
-    loop: DecodingLoop  # once the call has run
-    stack: ExitStack  # ends its sessions
-    computation: tuple[Hashable, ...]  # that of the model while `generate` runs
-
-    def __init__(self, index: int, seed: int, settings: Settings, streamer: BaseStreamer | None):
-        super().__init__(settings, streamer)
-        self.index = index
-        self.seed = seed
-
-    @property
-    def target(self) -> RowTarget:
-        """The target of a joinable row."""
-        return cast(RowTarget, self.loop.target)
-
-    @property
-    def is_joinable(self) -> bool:
-        """Whether the common target can process the row; not if a stateful function would see texts alternately."""
-        target = self.loop.target
-        if self.loop.verification.processors.may_be_stateful or self.loop.outputs.criteria.needs_scores:
-            return False
-        return target.is_joinable and not self.settings.candidates.target_requirements(target.model).reads_cache
-
-    def run(self, loop: DecodingLoop, stack: ExitStack) -> torch.Tensor:
-        """Run the prefill, and keep loop and sessions after `generate` returns, whose output nobody uses."""
-        if loop.state.batch != 1:
-            raise ValueError("generate_many returns one answer to each prompt; leave num_return_sequences= out")
-        loop.prefill()
-        self.computation = computation(loop.target.model)
-        self.loop = loop
-        self.stack = stack.pop_all()
-        return loop.outputs.output_ids()
-
-
-def _prefilled(
-    model: Any,
-    prompts: Iterable[Any],
-    settings: Settings,
-    seed: int | Sequence[int],
-    streamer: Callable[[int], BaseStreamer] | None,
-    arguments: dict[str, Any],
-) -> Iterator[_PromptCall]:
-    """Calls of the prompts, one by one: each is prefilled when the iterator is advanced."""
-    for index, prompt in enumerate(prompts):
-        with _errors_with_index(index):
-            with compat.default_device():
-                ids = _token_ids(prompt).to(compat.input_device(model))
-            if isinstance(seed, Sequence) and index >= len(seed):  # prompts of an iterator are not counted before
-                raise ValueError(f"there is no seed for it, as seed has {len(seed)} entries; give one for each prompt")
-            call_seed = int(seed[index]) if isinstance(seed, Sequence) else int(seed) + index
-            call = _PromptCall(index, call_seed, settings, streamer and streamer(index))
-            model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, custom_generate=call)
-            if computation(call.loop.target.model) != call.computation:
-                call.stack.close()
-                raise ValueError(
-                    "generate() changes the model while it runs, as PEFT does for adapter_names=, and generate_many "
-                    "goes on after it has returned; choose one adapter by set_adapter(name), or call generate()"
-                )
-        yield call
-
-
-def _token_ids(prompt: Any) -> torch.Tensor:
-    """The ids `[1, tokens]` of a prompt, which may be the output of a tokenizer; raises for anything else."""
-    is_encoding = isinstance(prompt, Mapping) and "input_ids" in prompt
-    values = prompt["input_ids"] if is_encoding else getattr(prompt, "ids", prompt)
-    try:
-        ids = torch.as_tensor(values)
-        is_valid = not (ids.is_floating_point() and ids.numel())  # an empty list becomes an empty tensor of floats
-    except (TypeError, ValueError, RuntimeError):
-        is_valid = False
-    if not is_valid:
-        raise TypeError(f"a prompt must be token ids, such as tokenizer(text)['input_ids'], got {prompt!r:.60}")
-    ids = ids[None] if ids.dim() == 1 else ids
-    if ids.dim() != 2 or len(ids) != 1:
-        raise ValueError(f"a prompt must have the shape [length] or [1, length], got {list(ids.shape)}")
-    if is_encoding and "attention_mask" in prompt:
-        ids = ids[torch.as_tensor(prompt["attention_mask"]).view(1, -1) != 0][None]
-    return ids.long()
-
-
-@contextmanager
-def _errors_with_index(index: int) -> Iterator[None]:
-    """A context that puts the index of the prompt in front of the message of an error."""
-    try:
-        yield
-    except Exception as error:
-        error.args = (f"prompt {index}: {error}",)
-        raise
-
-
 class _Batch:
     """The calls that are in progress, with the settings of `shared`, and the common target that runs their passes."""
 
@@ -255,14 +162,14 @@ class _Batch:
         self._candidates = settings.candidates
         self.shared = SharedSteps(settings.for_model(self._model))
         self.statistics = Statistics([])
-        self._calls: list[_PromptCall] = []  # that have not ended, the latest one last
-        self._rows: list[_PromptCall] = []  # by row of the common target, calls that ended in the last step included
+        self._calls: list[PromptCall] = []  # that have not ended, the latest one last
+        self._rows: list[PromptCall] = []  # by row of the common target, calls that ended in the last step included
         self._target: RowTarget
         # By prompt index; `inf` for an error while the next prompt was read or prefilled. The error with the lowest
         # index is raised once all calls in progress are complete.
         self._failures: dict[float, Exception] = {}
 
-    def run(self, calls: Iterator[_PromptCall], max_rows: int) -> Iterator[Completion]:
+    def run(self, calls: Iterator[PromptCall], max_rows: int) -> Iterator[Completion]:
         """Complete all calls, of which `max_rows` are processed at a time."""
         try:
             yield from self._admit(calls, max_rows)
@@ -284,7 +191,7 @@ class _Batch:
             self.shared.close()
             store_statistics(self._candidates, self.statistics)
 
-    def _admit(self, calls: Iterator[_PromptCall], max_rows: int) -> Iterator[Completion]:
+    def _admit(self, calls: Iterator[PromptCall], max_rows: int) -> Iterator[Completion]:
         """Prefill waiting prompts until `max_rows` calls run; stops once a prompt has failed.
 
         Yields calls that completed meanwhile: those that share no passes, and those that ended with their first token.
@@ -298,7 +205,7 @@ class _Batch:
             if call is None:
                 break
             self._calls.append(call)
-            if not call.is_joinable:  # it shares no passes
+            if not call.shares_passes:
                 with self._isolating_errors(call), self._decoding():
                     call.loop.decode()
             if call in self._calls and call.loop.state.all_stopped:
@@ -345,10 +252,10 @@ class _Batch:
             self._count([call.loop for call in self._calls], logits.shape[1])
 
     @contextmanager
-    def _isolating_errors(self, call: _PromptCall) -> Iterator[None]:
+    def _isolating_errors(self, call: PromptCall) -> Iterator[None]:
         """A context whose error is kept, with the index of the prompt; the call is removed, and its sessions end."""
         try:
-            with _errors_with_index(call.index):
+            with errors_with_index(call.index):
                 yield
         except Exception as error:
             self._failures[call.index] = error
@@ -389,7 +296,7 @@ class _Batch:
         with torch.no_grad(), compat.without_compilation(self._model), optimized, compat.default_device():
             yield
 
-    def _completed(self, call: _PromptCall) -> Completion:
+    def _completed(self, call: PromptCall) -> Completion:
         """The completion of a call that has stopped; removes the call and ends its sessions."""
         self._calls.remove(call)
         with call.stack, torch.no_grad():

@@ -167,6 +167,7 @@ class PackedSteps:
             request = None
         if request is None:
             request = self._requests[state.request_id] = Request(state, self._request_context)
+            self._shared.join(request.steps)
             if request.refusal and self._refusal_reasons is None:
                 _warn_of_refusal(self._warned_reasons, request.refusal)
         return request

@@ -3,6 +3,7 @@
 Each prompt or request has the `DecodingSteps` of a call of its own with one row, so that its tokens do not depend on
 the others. A shared step of the calls A, B and C:
 
+    SharedSteps.join       the calls count one loss, each from its first step on
     SharedSteps.begin      the latency of a step with the rows that decode
     SharedSteps.draft      A, B, C plan how deep they draft
                            drafters with a forward pass draft for A, B and C in the same passes
@@ -24,7 +25,7 @@ from hf_specgen.batching.shared_draft import shared_session_starts
 from hf_specgen.candidates.base import DraftSession
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.decoding import DecodingSteps
-from hf_specgen.depth.adaptive import DraftingLoss, SharedDepth
+from hf_specgen.depth.adaptive import AdaptiveSession, DraftingLoss
 from hf_specgen.depth.latency import StepLatency, fastest_count
 from hf_specgen.settings import Settings
 from hf_specgen.tree import DraftTree
@@ -33,13 +34,14 @@ from hf_specgen.tree import DraftTree
 class SharedSteps:
     """Plans and drafts the steps of calls, and counts what their drafts lose.
 
-    Every call is begun with `settings`: sessions that draft together, and a policy that shares one `DraftingLoss`.
+    Every call is begun with `settings`, for sessions that draft together. One that shares its steps then joins; any
+    other is decoded as if alone.
     """
 
     def __init__(self, settings: Settings):
         self._loss = DraftingLoss()
         self._start_session, self._shared_sessions = shared_session_starts(settings.candidates)
-        self.settings = replace(settings, start=self._start, policy=SharedDepth(settings.policy, self._loss))
+        self.settings = replace(settings, start=self._start)
         # For the rows and context of the present step; None if it was not measured, or no row decodes.
         self.latency: StepLatency | None = None
         self._rows = 0
@@ -51,6 +53,11 @@ class SharedSteps:
         sharing = [shared.rows_can_change for shared in self._shared_sessions]
         batch.call.state.drafts_together = bool(sharing) and all(sharing)
         return session
+
+    def join(self, call: DecodingSteps) -> None:
+        """Share the steps of a call from its first one on: drafting pauses by the loss of all that have joined."""
+        if isinstance(call.policy, AdaptiveSession):
+            call.policy.share(self._loss)
 
     def begin(self, calls: Sequence[DecodingSteps], rows: int) -> None:
         """Begin a step of these calls, `rows` of which decode; the others are in their prefill."""
@@ -85,7 +92,7 @@ class SharedSteps:
         return [tokens for record in records for tokens in record.tokens_per_pass]
 
     def count_loss(self, seconds: float, emitted: int, passes: Sequence[int]) -> None:
-        """Count the loss of a step by `DraftingLoss.count`, if latencies are known and a call has planned a draft.
+        """Count the loss of a step of calls that have joined, if latencies are known and one has planned a draft.
 
         Args:
             seconds: predicted for the target's pass, without those for prompts in it.

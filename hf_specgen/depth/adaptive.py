@@ -101,23 +101,21 @@ class AdaptiveDepth(Policy):
 
 
 class SharedDepth(Policy):
-    """A policy for calls with common forward passes; it changes nothing but sessions of `AdaptiveDepth`.
+    """A policy for calls that cannot measure T(q); it changes nothing but sessions of `AdaptiveDepth`.
 
     Args:
         policy: as the user gave it.
-        loss: the mean loss of the calls, counted by `SharedSteps`; None: each call counts its own.
-        curve: T(q) of the target, for calls in which it cannot be measured.
+        curve: T(q) of the target.
     """
 
-    def __init__(self, policy: Policy, loss: DraftingLoss | None = None, curve: CostCurve | None = None):
+    def __init__(self, policy: Policy, curve: CostCurve | None):
         self._policy = policy
-        self._loss = loss
         self._curve = curve
 
     def start(self, call: Call) -> PolicySession:
         session = self._policy.start(call)
         if isinstance(session, AdaptiveSession):
-            session.share(self._loss, self._curve)
+            session.share(None, self._curve)
         return session
 
 
@@ -152,8 +150,13 @@ class AdaptiveSession(PolicySession):
             latency = policy.latency or assumed_latency(call.state.device)
             self.latency = latency.for_drafter(str(drafting.key[0]), drafting.negligible_draft_cost)
 
-    def share(self, loss: DraftingLoss | None, curve: CostCurve | None) -> None:
-        """See `SharedDepth`; before the first step."""
+    def share(self, loss: DraftingLoss | None, curve: CostCurve | None = None) -> None:
+        """Run the steps in passes that other calls share; before the first one.
+
+        Args:
+            loss: the mean loss of the calls, counted by `SharedSteps`; None: this call counts its own.
+            curve: T(q) of the target, if it cannot be measured.
+        """
         if loss is not None:
             self._loss = loss
             self._has_shared_loss = True

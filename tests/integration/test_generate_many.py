@@ -489,6 +489,24 @@ def test_rows_pause_together_once_drafting_has_lost_time() -> None:
     assert 0 < sum(step.has_draft for step in strategy.speculation.batch_steps) <= 3
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_next"])
+def test_prompt_that_is_decoded_alone_pauses_as_generate_does(architecture: str) -> None:
+    """Would catch: drafts of a call that shares no passes, whose loss nobody counts, so that they never pause."""
+    model, [prompt] = tiny_model(architecture), some_prompts(1)
+    latency = LatencyModel.from_curves(CostCurve((1, 64), (1.0, 64.0), context=64, batch=1))
+    functions = {"stopping_criteria": [EndsAt()] if architecture == "llama" else []}
+    arguments = {**GREEDY, **functions, "eos_token_id": None, "memory": False, "policy": AdaptiveDepth(latency)}
+    requested = []
+    for run in (alone, many):
+        strategy = RepeatedTokens()
+        name = {"candidate_generator": strategy} if run is alone else {"strategy": strategy}
+        run(model, [prompt], **arguments, **name)
+        steps = strategy.speculation.rows[0]
+        requested.append([step.depth for step in steps])
+    assert requested[0] == requested[1]
+    assert any(requested[0]) and not all(requested[0])
+
+
 class RecordedOutcomes(RepeatedTokens):
     """Drafts one token twice for prompts of an even length, with estimates, and records what its session observes."""
 

@@ -9,7 +9,7 @@ import pytest
 from hf_specgen.call import memory
 from hf_specgen.call_statistics import RowStep, StepRecord
 from hf_specgen.depth import AdaptiveDepth, Bucket, CostCurve, DraftLatency, LatencyModel
-from hf_specgen.depth.adaptive import LOSS_ALLOWANCE, MAX_LOSS, DraftingLoss, SharedDepth
+from hf_specgen.depth.adaptive import LOSS_ALLOWANCE, MAX_LOSS, DraftingLoss
 from tests.helpers.depth import Model, depth_call, run
 
 FLAT = LatencyModel.from_curves(CostCurve((1, 32), (1.0, 1.02), 256, 1))
@@ -93,7 +93,9 @@ def test_adaptive_depth_with_shared_passes_takes_the_time_of_all_rows() -> None:
         call = depth_call(rows, negligible_draft_cost=False)
         call.state.other_rows = others
         call.state.drafts_together = True
-        session = SharedDepth(AdaptiveDepth(latency), DraftingLoss() if others else None).start(call)
+        session = AdaptiveDepth(latency).start(call)
+        if others:
+            session.share(DraftingLoss())
         depths.append(max(session.depths([16] * rows)))
     assert depths[0] == depths[1] < 4
 
@@ -101,8 +103,10 @@ def test_adaptive_depth_with_shared_passes_takes_the_time_of_all_rows() -> None:
 def test_adaptive_depth_requests_in_packed_steps_pause_together() -> None:
     """Would catch: a request that stops drafting after a rejection, for which all others then wait."""
     loss = DraftingLoss()
-    policy = SharedDepth(AdaptiveDepth(STEEP), loss)
-    one, other = (policy.start(depth_call(adaptive_tree=True, negligible_draft_cost=False)) for _ in range(2))
+    calls = [depth_call(adaptive_tree=True, negligible_draft_cost=False) for _ in range(2)]
+    one, other = map(AdaptiveDepth(STEEP).start, calls)
+    for session in (one, other):
+        session.share(loss)
     assert all(depth for (depth,) in run(one, 20, [0]))
     loss.add(2 * MAX_LOSS)
     assert run(one, 1, [0]) == run(other, 1, [0]) == [[0]]
