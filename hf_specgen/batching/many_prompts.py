@@ -15,7 +15,7 @@ pass draft for all rows together. Prompts that the common target cannot process 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import inf
 from numbers import Integral
@@ -96,7 +96,8 @@ def generate_many(
         ValueError, TypeError: at once for `max_rows` below 1, a seed that is no integer, a verification mode other than
             "exact", and settings that are not valid. After the prompts before it were answered, for a prompt without a
             seed, several sequences per prompt, and what `generate(candidate_generator=…)` refuses; the message begins
-            with the index of the prompt, as that of any error in one of its steps.
+            with the index of the prompt, as that of any error in its own part of a step. Where an exception does not
+            show its argument as the message, as `OSError`, a note has the index. An error in a shared pass ends all.
 
     Example:
         >>> from transformers import AutoModelForCausalLM
@@ -175,13 +176,10 @@ class _Batch:
             yield from self._admit(calls, max_rows)
             while self._calls:
                 with self._decoding():
-                    self._exchange_rows()
                     self._step()
                 for row, call in enumerate(self._rows):
                     if call in self._calls and call.loop.state.all_stopped:
-                        if call.loop.outputs.returns_padding_outputs:  # the output may have a cache, of this row alone
-                            call.target.leave(self._target, row)
-                        yield self._completed(call)
+                        yield from self._completed(call, row)
                 yield from self._admit(calls, max_rows)
             if self._failures:
                 raise self._failures[min(self._failures)]
@@ -209,7 +207,7 @@ class _Batch:
                 with self._isolating_errors(call), self._decoding():
                     call.loop.decode()
             if call in self._calls and call.loop.state.all_stopped:
-                yield self._completed(call)
+                yield from self._completed(call)
 
     def _exchange_rows(self) -> None:
         """Drop the rows of ended calls from the common target, and append those of new calls."""
@@ -229,11 +227,13 @@ class _Batch:
     def _step(self) -> None:
         """One step of all rows: draft, one pass of the common target, verification by each call.
 
-        A call whose verification fails is removed; its row leaves before the next step.
+        A call that fails is removed: before the pass in drafting, its row before the next step in verification.
         """
+        drafts = self._drafts()
+        if not self._calls:
+            return
+        self._exchange_rows()
         loops = [call.loop for call in self._calls]
-        self.shared.begin(loops, len(loops))
-        drafts = self.shared.draft(loops, [True] * len(loops))
         trees = cut_to_fastest_size(drafts, self.shared.latency)
         begin = perf_counter()
         trees, logits = self._forward(loops, trees)
@@ -251,6 +251,20 @@ class _Batch:
         if self._calls:
             self._count([call.loop for call in self._calls], logits.shape[1])
 
+    def _drafts(self) -> list[DraftTree]:
+        """The draft of each call; a call that fails is removed."""
+        loops = [call.loop for call in self._calls]
+        self.shared.begin(loops, len(loops))
+        for call in list(self._calls):
+            with self._isolating_errors(call):
+                self.shared.plan(call.loop)
+        self.shared.draft([call.loop for call in self._calls])
+        drafts = []
+        for call in list(self._calls):
+            with self._isolating_errors(call):
+                drafts.append(call.loop.draft_step())
+        return drafts
+
     @contextmanager
     def _isolating_errors(self, call: PromptCall) -> Iterator[None]:
         """A context whose error is kept, with the index of the prompt; the call is removed, and its sessions end."""
@@ -260,7 +274,8 @@ class _Batch:
         except Exception as error:
             self._failures[call.index] = error
             self._calls.remove(call)
-            call.stack.close()
+            with suppress(Exception):  # the first error is the one to raise
+                call.stack.close()
 
     def _forward(self, loops: list[DecodingLoop], trees: list[DraftTree]) -> tuple[list[DraftTree], torch.Tensor]:
         """Drafts and their logits `[rows, 1 + nodes, vocab]`, by one pass of all rows.
@@ -296,12 +311,19 @@ class _Batch:
         with torch.no_grad(), compat.without_compilation(self._model), optimized, compat.default_device():
             yield
 
-    def _completed(self, call: PromptCall) -> Completion:
-        """The completion of a call that has stopped; removes the call and ends its sessions."""
-        self._calls.remove(call)
-        with call.stack, torch.no_grad():
+    def _completed(self, call: PromptCall, row: int | None = None) -> Iterator[Completion]:
+        """The completion of a call that has stopped, none if that fails; removes the call and ends its sessions.
+
+        `row` is its row of the common target, if it has one.
+        """
+        with self._isolating_errors(call), call.stack, torch.no_grad():
+            if row is not None and call.loop.outputs.returns_padding_outputs:  # the output may have a cache, of this row alone
+                call.target.leave(self._target, row)
             output = call.loop.outputs.returned(call.loop.finished_statistics())
+        if call not in self._calls:
+            return
+        self._calls.remove(call)
         statistics = call.loop.statistics
         self.statistics.rows += statistics.rows
         self.statistics.lengths += statistics.lengths
-        return Completion(call.index, list(call.loop.state.generated[0]), output, statistics)
+        yield Completion(call.index, list(call.loop.state.generated[0]), output, statistics)

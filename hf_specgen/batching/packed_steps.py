@@ -179,9 +179,11 @@ class PackedSteps:
         )
         planned = [(future, one) for future, one in self._scheduled if future.has_new_token and one.generated]
         may_draft = [may_be_faster and self._may_draft(future.state, request) for future, request in planned]
-        trees = self._shared.draft([request.steps for _, request in planned], may_draft)
-        for (_, request), tree in zip(planned, trees, strict=True):
-            request.tree = tree
+        for (_, request), may in zip(planned, may_draft, strict=True):
+            self._shared.plan(request.steps, may)
+        self._shared.draft([request.steps for _, request in planned])
+        for _, request in planned:
+            request.tree = request.steps.draft_step()
 
     def _may_draft(self, state: Any, request: Request) -> bool:
         """Whether a request that has a new token in the step may have a draft."""

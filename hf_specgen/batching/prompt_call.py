@@ -111,9 +111,17 @@ def _token_ids(prompt: Any) -> torch.Tensor:
 
 @contextmanager
 def errors_with_index(index: int) -> Iterator[None]:
-    """A context that puts the index of the prompt in front of the message of an error."""
+    """A context that puts the index of the prompt in front of the message of an error.
+
+    Some exceptions, such as `OSError`, do not show their argument as the message: these get the index as a note.
+    """
     try:
         yield
     except Exception as error:
-        error.args = (f"prompt {index}: {error}",)
+        arguments = error.args
+        message = f"prompt {index}: {error}"
+        error.args = (message,)
+        if str(error) != message:
+            error.args = arguments
+            error.add_note(f"prompt {index}")
         raise

@@ -227,6 +227,7 @@ class RowSession(DraftSession):
 
     def end(self) -> None:
         self.is_active = False
+        self._shared.planned.pop(self, None)
         self._earlier_states = None
 
 

@@ -5,8 +5,8 @@ the others. A shared step of the calls A, B and C:
 
     SharedSteps.join       the calls count one loss, each from its first step on
     SharedSteps.begin      the latency of a step with the rows that decode
-    SharedSteps.draft      A, B, C plan how deep they draft
-                           drafters with a forward pass draft for A, B and C in the same passes
+    SharedSteps.plan       A, B, C plan how deep they draft
+    SharedSteps.draft      drafters with a forward pass draft for A, B and C in the same passes
                            A, B, C take their drafts
     the caller             cuts the drafts to the fastest size, and runs the target on A, B and C in one pass
                            A, B, C verify their drafts
@@ -67,19 +67,19 @@ class SharedSteps:
         self.latency = None if latencies is None or not rows else latencies.at(rows, context)
         self._rows = rows
 
-    def draft(self, calls: Sequence[DecodingSteps], may_draft: Sequence[bool]) -> list[DraftTree]:
-        """The draft of each call, empty where it may not draft."""
-        for call, may in zip(calls, may_draft, strict=True):
-            call.state.other_rows = max(0, self._rows - 1)
-            call.plan_step(may)
+    def plan(self, call: DecodingSteps, may_draft: bool = True) -> None:
+        """Plan how deep a call drafts."""
+        call.state.other_rows = max(0, self._rows - 1)
+        call.plan_step(may_draft)
+
+    def draft(self, calls: Sequence[DecodingSteps]) -> None:
+        """Make the drafts of shared sessions for calls that have planned; each then takes its own by `draft_step`."""
         self._has_draft = any(any(call.max_depths) for call in calls)
-        # All calls have planned, so each shared session drafts once for all of them; `draft_step` then takes the trees.
         for shared in self._shared_sessions:
             shared.draft()
         seconds = sum(shared.seconds for shared in self._shared_sessions)
         for call in calls:
             call.timer.add("draft", seconds)  # each call waits for the whole draft
-        return [call.draft_step() for call in calls]
 
     def passes_of(self, calls: Sequence[DecodingSteps]) -> Sequence[int]:
         """Tokens of each pass of the drafters in a step that these calls have ended.

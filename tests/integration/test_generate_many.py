@@ -402,6 +402,53 @@ def test_answers_after_a_failed_prompt_come_before_its_error() -> None:
     assert answered == [0, 2, 3]
 
 
+class FailingPart(RepeatedTokens):
+    """Raises in a part of a step of the prompt whose last token is 8, in a session of its own."""
+
+    def __init__(self, part: str, error: Exception):
+        super().__init__()
+        self._part = part
+        self._error = error
+
+    def start(self, batch: DraftBatch) -> DraftSession:
+        session: Any = super().start(batch)
+        session.rows_can_change = False
+        if batch.state.prompts[0][-1] == 8:
+            original = getattr(session, self._part)
+
+            def part(*arguments: Any) -> Any:
+                if len(batch.state.generated[0]) > 2:
+                    raise self._error
+                return original(*arguments)
+
+            setattr(session, self._part, part)
+        return session
+
+
+@pytest.mark.parametrize(
+    ("part", "error"),
+    [
+        ("plan", RuntimeError("a failure")),
+        ("draft", RuntimeError("a failure")),
+        ("end", RuntimeError("a failure")),
+        ("draft", FileNotFoundError(2, "a failure", "name")),
+        ("draft", KeyError("a failure")),
+    ],
+)
+def test_error_in_planning_drafting_or_finishing_a_prompt_loses_no_other_row(part: str, error: Exception) -> None:
+    """Would catch: an error without the prompt that it is about, or answers that are lost by it."""
+    model, prompts, answers = tiny_model("llama"), [[1, 5, 6], [1, 7, 8], [1, 4], [1, 9]], dict[int, list[int]]()
+    arguments = {**GREEDY, "eos_token_id": None}
+    expected = alone(model, prompts, **arguments)
+    with pytest.raises(type(error)) as raised:
+        for answer in generate_many(model, prompts, FailingPart(part, error), max_rows=3, **arguments):
+            answers[answer.index] = answer.tokens
+    shown = [str(raised.value), *getattr(raised.value, "__notes__", [])]
+    assert any(text.startswith("prompt 1") for text in shown) and "a failure" in shown[0]
+    assert isinstance(error, RuntimeError) or error.args[-1] == "a failure"
+    assert {0, 2} <= answers.keys() and all(tokens == expected[index] for index, tokens in answers.items())
+
+
 class RecordingCurve(CostCurve):
     """Records for how many tokens it is asked."""
 
