@@ -317,8 +317,8 @@ class _Batch:
         `row` is its row of the common target, if it has one.
         """
         with self._isolating_errors(call), call.stack, torch.no_grad():
-            if row is not None and call.loop.outputs.returns_padding_outputs:  # the output may have a cache, of this row alone
-                call.target.leave(self._target, row)
+            if row is not None and call.loop.outputs.returns_padding_outputs:
+                call.target.take_cache(self._target, row)  # the output may have a cache, of this row alone
             output = call.loop.outputs.returned(call.loop.finished_statistics())
         if call not in self._calls:
             return

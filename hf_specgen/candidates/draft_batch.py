@@ -119,7 +119,7 @@ class DraftBatch:
         """Where the target reads its input."""
         return self.target.device
 
-    def active_rows(self) -> list[bool]:
+    def is_active(self) -> list[bool]:
         """Whether each row has not ended; a row that has ended never drafts again."""
         return [not self.state.has_ended(row) for row in range(self.state.batch)]
 

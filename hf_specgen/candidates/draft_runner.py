@@ -283,7 +283,7 @@ class DraftModelDrafter(Drafter[UncachedText]):
             self.runner = self._begin(rows, restarts=True)
             self.runner.prefill()
             passes.append(sum(row.prefilled - row.skipped for row in rows))
-        self.runner.drop_rows(self._batch.active_rows())
+        self.runner.drop_rows(self._batch.is_active())
         # The last token of a text is computed anew.
         cached = [max(row.prefilled, min(row.cached, len(row.text.tokens) - 1)) for row in rows]
         if cached != [row.cached for row in rows]:

@@ -135,7 +135,7 @@ class FeatureQueue:
 
         A row that exceeds the window is restarted: it gets all features in the window, those removed before included.
         """
-        new = HeadText([], [], self._batch.active_rows(), is_first=not self._was_read)
+        new = HeadText([], [], self._batch.is_active(), is_first=not self._was_read)
         self._was_read = True
         restarted = []
         for index, row in enumerate(self._rows):

@@ -122,7 +122,7 @@ class EarlyExitDrafter(Drafter[EarlyExitText]):
             return None
         pending = torch.tensor(self._batch.state.pending())[:, None]
         passes = [sum(depth > 0 for depth in max_depths)]
-        return EarlyExitText(pending, self._batch.active_rows(), max_depths, passes)
+        return EarlyExitText(pending, self._batch.is_active(), max_depths, passes)
 
     def forward_text(self, text: EarlyExitText) -> torch.Tensor:
         """Run the first layers on each row's last token: `[batch, vocab]` logits."""

@@ -160,7 +160,7 @@ class UnoDrafter(Drafter[HeadText]):
         """The depths of a draft; None if no row drafts."""
         if not any(max_depths):
             return None
-        active = self._batch.active_rows()
+        active = self._batch.is_active()
         return HeadText([], [], active, max_depths, [sum(active) * max(max_depths)])
 
     def forward_depths(self, text: HeadText, depth: int) -> DepthLogits:

@@ -127,7 +127,7 @@ class AdaptiveSession(PolicySession):
         drafting = call.drafting
         # Set by `share`: whether several calls have one loss; whether latencies are those of this call's rows alone.
         self._has_shared_loss = False
-        self._is_alone = False
+        self._ignores_other_rows = False
         self._is_measured = policy.measures_latency()
         self.remembers = self._is_measured and call.settings.memory
         self._model = call.model if self.remembers else None
@@ -161,7 +161,7 @@ class AdaptiveSession(PolicySession):
             self._loss = loss
             self._has_shared_loss = True
             # Drafts are cut to the common budget later, so that each call drafts as if alone.
-            self._is_alone = self._call.drafting.negligible_draft_cost
+            self._ignores_other_rows = self._call.drafting.negligible_draft_cost
         if self._pass_timers is not None:  # in common passes steps of one call time no sizes
             self.latency = self._timer = self._pass_timers = None
             self._use_measured(recalled_curve(self._call))
@@ -170,7 +170,7 @@ class AdaptiveSession(PolicySession):
 
     def step_latency(self, rows: int, context: int) -> StepLatency | None:
         state = self._call.state
-        others = 0 if self._is_alone else state.other_rows
+        others = 0 if self._ignores_other_rows else state.other_rows
         step = None if self.latency is None else self.latency.at(rows + others, context)
         return step.per_row(rows + others, state.drafts_together) if step and others else step
 
@@ -189,8 +189,9 @@ class AdaptiveSession(PolicySession):
         if not curves:
             return
         if self._timer is None:
-            self._timer = DrafterTimer(self._call)
-        self._timer.curves = curves
+            self._timer = DrafterTimer(self._call, *curves)
+        else:
+            self._timer.curves = curves
         self.latency = self._timer.latency()
 
     def _at(self, rows: int) -> StepLatency:
@@ -233,7 +234,9 @@ class AdaptiveSession(PolicySession):
         """The depth with the most expected tokens per second, at least 1, at one acceptance rate and tree width."""
         target, drafter = self._at(rows)
         state = self._call.state
-        others = state.other_rows if state.drafts_together and not self._is_alone else 0  # in the drafter's passes too
+        others = (
+            state.other_rows if state.drafts_together and not self._ignores_other_rows else 0
+        )  # in the drafter's passes too
         depths = np.arange(1, min(self._call.drafting.k, limit) + 1)
         nodes = self._nodes_per_level * depths
         with np.errstate(under="ignore"):

@@ -48,7 +48,7 @@ class RowTarget(Target):
         for row in new:
             assert isinstance(row, RowTarget)
             row.has_common = True
-            # The common cache has a copy of its contents, which `leave` copies back.
+            # The common cache has a copy of its contents, which `take_cache` copies back.
             row.cache = row._model_cache = RaggedCache()
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
@@ -64,8 +64,8 @@ class RowTarget(Target):
     def take_states(self, common: Target, row: int, tokens: int) -> None:
         """Receive what a pass of the common target has computed for so many tokens of this row, its row `row`."""
 
-    def leave(self, common: Target, row: int) -> None:
-        """Make the passes of this row alone again, with the cache of this row of the common target."""
+    def take_cache(self, common: Target, row: int) -> None:
+        """Make the passes of this row alone again, with a copy of the cache of its row `row` of the common target."""
         self.cache = common.cache.row_copy(row)
         self._model_cache = self.cache
         self.has_common = False
