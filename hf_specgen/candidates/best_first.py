@@ -123,7 +123,7 @@ def draft_rows(
     nodes = limits.nodes
     if isinstance(sizer, FastestTreeSizer):
         draft_seconds = 0.0 if tokens_per_pass is None else sizer.drafting_seconds(tokens_per_pass)
-        nodes = sizer.num_verified_of([one.probability for one in scaled], draft_seconds)
+        nodes = sizer.num_verified_by_probability([one.probability for one in scaled], draft_seconds)
     return draft_of(scaled, nodes), trees
 
 

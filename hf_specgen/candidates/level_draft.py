@@ -170,7 +170,7 @@ class LevelDraft(Generic[T]):
     def _best(self) -> DraftTree:
         """The nodes that are verified, with q for rejection sampling."""
         builder = self.builder
-        nodes = self._sizer.num_verified(builder)
+        nodes = self._sizer.num_verified_of_builder(builder)
         if verifies_expanded(self._batch, self._drafter):
             nodes = max(nodes, builder.num_expanded)
             draft, parents = builder.best_with_expanded(nodes, self._drafter.expanded_nodes_first)

@@ -77,11 +77,13 @@ class TreeSizer(ABC):
         """Record passes that were made: their time, and how many nodes they expanded."""
 
     @abstractmethod
-    def num_verified(self, builder: TreeBuilder) -> int:
+    def num_verified_of_builder(self, builder: TreeBuilder) -> int:
         """How many nodes of each row are verified."""
 
     @abstractmethod
-    def num_verified_of(self, probability: PathProbabilities, draft_seconds: float = 0.0, wants_q: bool = False) -> int:
+    def num_verified_by_probability(
+        self, probability: PathProbabilities, draft_seconds: float = 0.0, wants_q: bool = False
+    ) -> int:
         """How many nodes of each row are verified, of trees that the drafter does not extend any more.
 
         Args:
@@ -131,10 +133,12 @@ class FixedTreeSizer(TreeSizer):
         """How many levels may follow the first one; each has a node at least."""
         return min(_levels_after_first(builder, k), self.max_nodes - 1)
 
-    def num_verified(self, builder: TreeBuilder) -> int:
+    def num_verified_of_builder(self, builder: TreeBuilder) -> int:
         return self.max_nodes
 
-    def num_verified_of(self, probability: PathProbabilities, draft_seconds: float = 0.0, wants_q: bool = False) -> int:
+    def num_verified_by_probability(
+        self, probability: PathProbabilities, draft_seconds: float = 0.0, wants_q: bool = False
+    ) -> int:
         return self.max_nodes
 
 
@@ -155,7 +159,7 @@ class ChainSizer(FixedTreeSizer):
         levels = self._levels_after_first(builder, k)
         return ExpansionPlan(levels, 1) if levels else None
 
-    def num_verified(self, builder: TreeBuilder) -> int:
+    def num_verified_of_builder(self, builder: TreeBuilder) -> int:
         return min(self.max_nodes, max(1, *builder.max_depths))
 
 
@@ -285,13 +289,15 @@ class FastestTreeSizer(TreeSizer):
     def record_levels(self) -> None:
         self._estimator.record_levels(self._levels)
 
-    def num_verified(self, builder: TreeBuilder) -> int:
+    def num_verified_of_builder(self, builder: TreeBuilder) -> int:
         if self._snapshot is None or self._snapshot.num_levels < builder.num_levels:
             self._snapshot = builder.read_probabilities()
         probability = self._estimator.scaled(self._snapshot.probability[:, : self.max_nodes])
-        return self.num_verified_of(probability.tolist(), self._draft_seconds)
+        return self.num_verified_by_probability(probability.tolist(), self._draft_seconds)
 
-    def num_verified_of(self, probability: PathProbabilities, draft_seconds: float = 0.0, wants_q: bool = False) -> int:
+    def num_verified_by_probability(
+        self, probability: PathProbabilities, draft_seconds: float = 0.0, wants_q: bool = False
+    ) -> int:
         gains = probability[0] if len(probability) == 1 else map(sum, zip_longest(*probability, fillvalue=0.0))
         tokens = np.cumsum([self._num_active_rows, *gains], dtype=float)[: len(self._target_seconds)]
         seconds = self._target_seconds[: len(tokens)] + draft_seconds

@@ -87,7 +87,7 @@ def test_drafts_go_as_far_as_a_run_of_certain_tokens(probability: float, least: 
             builder.select_frontier(plan.expansion_width)
             add_level(builder, probability, plan.expansion_width)
         sizer.record_levels()
-        depths.append(sizer.num_verified(builder))
+        depths.append(sizer.num_verified_of_builder(builder))
     assert least <= depths[-1] <= most
 
 

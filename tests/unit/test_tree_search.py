@@ -250,7 +250,7 @@ def test_fastest_size_no_other_number_of_nodes_is_faster(slope: float, draft_tok
     probability = builder.read_probabilities().probability[0, :64]
     tokens = [1 + probability[:count].sum() for count in range(len(probability) + 1)]
     rates = [one / (latency.target.seconds_of(1.0 + count) + spent) for count, one in enumerate(tokens)]
-    assert sizer.num_verified(builder) == int(np.argmax(rates))
+    assert sizer.num_verified_of_builder(builder) == int(np.argmax(rates))
 
 
 @pytest.mark.parametrize("probability", [[[0.9, 0.5, 0.2, 0.1]], [[0.6, 0.1], [], [0.9, 0.8, 0.7, 0.02]], [[]]])
@@ -274,7 +274,7 @@ def test_fastest_size_of_grown_trees_no_other_number_of_nodes_is_faster(
         rows = max(len(probability), pass_rows)
         rates.append(tokens / (latency.target.seconds_of(float(rows * width)) + drafting))
     sizer = FastestTreeSizer(latency, len(probability), pass_rows, num_active_rows, is_padded)
-    count = sizer.num_verified_of(probability, drafting)
+    count = sizer.num_verified_by_probability(probability, drafting)
     assert count == int(np.argmax(rates))
 
 
@@ -284,7 +284,7 @@ def test_fastest_size_certain_text_grows_deep_and_uncertain_text_wide() -> None:
     for first in (0.97, 0.3):
         sizer = FastestTreeSizer(curve(0.05, 0.002).at(1, 100))
         builder = _grown(new_builder([16], 4), sizer, [first, *[(1 - first) / 4] * 3])
-        tree = builder.best(sizer.num_verified(builder))
+        tree = builder.best(sizer.num_verified_of_builder(builder))
         depths.append(max(tree.depths(0)))
         widths.append(tree.nodes / depths[-1])
     assert depths[0] > depths[1] + 3
@@ -297,7 +297,7 @@ def test_fastest_chain_has_the_depth_with_the_most_tokens_per_second(acceptance:
     latency, passes = curve(0.05, 0.05).at(1, 100), list[int]()
     sizer = FastestChainSizer(latency)
     builder = _grown(new_builder([32], sizer.children), sizer, [acceptance], passes)
-    tree = builder.best(sizer.num_verified(builder))
+    tree = builder.best(sizer.num_verified_of_builder(builder))
     depths = np.arange(33)
     tokens = np.cumsum(acceptance**depths)
     rates = tokens / [latency.target.seconds_of(1.0 + depth) + 0.05 * depth for depth in depths]
@@ -311,7 +311,7 @@ def test_chain_of_a_number_of_nodes_makes_no_pass_beyond_them(may_end_early: boo
     passes = list[int]()
     sizer = ChainSizer(3, may_end_early)
     builder = _grown(new_builder([9], 1), sizer, [0.9], passes)
-    assert passes == [1, 1] and builder.best(sizer.num_verified(builder)).nodes == 3
+    assert passes == [1, 1] and builder.best(sizer.num_verified_of_builder(builder)).nodes == 3
 
 
 def test_best_with_expanded_nodes_leaves_none_of_them_out() -> None:
@@ -337,7 +337,7 @@ def test_fastest_size_on_an_accelerator_reads_rarely(monkeypatch: Any, is_cpu: b
     builder = new_builder([16], 4)
     sizer = FastestTreeSizer(curve(0.02, 0.002).at(1, 100))
     _grown(builder, sizer, [0.97, 0.01, 0.01, 0.01], passes)
-    sizer.num_verified(builder)
+    sizer.num_verified_of_builder(builder)
     assert len(passes) == 15 and len(read) == reads
     assert is_cpu or max(passes[: LEVELS_PER_SYNC - 1]) == 4, "all children, where nothing was read"
 
@@ -382,7 +382,7 @@ def test_fixed_size_reads_after_some_levels_and_stops_when_no_better_node_can_co
     _grown(new_builder([3], 3), FixedTreeSizer(40), [0.5, 0.3, 0.1], passes)
     assert len(passes) == 2, "as deep as the draft may be"
     chain = new_builder([9], 1)
-    assert ChainSizer().num_verified(chain) == 9
+    assert ChainSizer().num_verified_of_builder(chain) == 9
 
 
 def test_chains_of_rows_with_different_limits_are_cut_to_them() -> None:
