@@ -234,9 +234,8 @@ class AdaptiveSession(PolicySession):
         """The depth with the most expected tokens per second, at least 1, at one acceptance rate and tree width."""
         target, drafter = self._at(rows)
         state = self._call.state
-        others = (
-            state.other_rows if state.drafts_together and not self._ignores_other_rows else 0
-        )  # in the drafter's passes too
+        # Rows of other calls that are in the drafter's passes too.
+        others = state.other_rows if state.drafts_together and not self._ignores_other_rows else 0
         depths = np.arange(1, min(self._call.drafting.k, limit) + 1)
         nodes = self._nodes_per_level * depths
         with np.errstate(under="ignore"):
