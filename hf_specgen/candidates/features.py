@@ -29,22 +29,22 @@ class _Queue:
     position: int  # in the text, of the first of these states
     # With a window, the states in the cache of the head: those of the window at the last restart, and those since. They
     # are given to the head again when the row restarts.
-    history: torch.Tensor
-    history_tokens: list[int] = field(default_factory=list)  # the token after each of their positions
+    cached_states: torch.Tensor
+    cached_tokens: list[int] = field(default_factory=list)  # the token after each of their positions
 
     @property
     def count(self) -> int:
         """How many positions there are."""
         return sum(map(len, self.parts))
 
-    def add_to_history(self, features: torch.Tensor, tokens: Sequence[int], window: DraftWindow) -> bool:
-        """Add features that the head reads now. If the history exceeds the window, cut it to that and return True."""
-        self.history = torch.cat([self.history, features])
-        self.history_tokens = [*self.history_tokens, *tokens]
-        if not window.is_exceeded_by(len(self.history_tokens)):
+    def add_cached(self, features: torch.Tensor, tokens: Sequence[int], window: DraftWindow) -> bool:
+        """Add features that the head reads now. If they exceed the window, cut them to it and return True."""
+        self.cached_states = torch.cat([self.cached_states, features])
+        self.cached_tokens = [*self.cached_tokens, *tokens]
+        if not window.is_exceeded_by(len(self.cached_tokens)):
             return False
-        self.history = torch.cat([self.history[: window.first], self.history[-window.recent :]])
-        self.history_tokens = window.kept(self.history_tokens)
+        self.cached_states = torch.cat([self.cached_states[: window.first], self.cached_states[-window.recent :]])
+        self.cached_tokens = window.kept(self.cached_tokens)
         return True
 
 
@@ -77,12 +77,12 @@ class FeatureQueue:
     def pop_text(self, max_depths: Sequence[int], *, of_all_rows: bool = False) -> HeadText | None:
         """Remove the features of the rows that draft; `of_all_rows`: of all rows that have not ended.
 
-        None if no row drafts, or none can, see `_has_features`. Without `of_all_rows` a row that does not draft keeps
+        None if no row drafts, or none can, see `_can_draft`. Without `of_all_rows` a row that does not draft keeps
         its features for a later draft.
         """
         if self.is_empty:
             self.receive()
-        if not any(max_depths) or not self._has_features:
+        if not any(max_depths) or not self._can_draft:
             return None
         return self._pop_text_of_rows([inf if depth > 0 or of_all_rows else 0 for depth in max_depths])
 
@@ -116,7 +116,7 @@ class FeatureQueue:
         self._add_rows(self._batch.committed_states(self._layers))
 
     @property
-    def _has_features(self) -> bool:
+    def _can_draft(self) -> bool:
         """Whether features were removed before, or an active row has some; false if all prompts are padding only."""
         rows = enumerate(self._rows)
         return self._was_read or any(row.count for index, row in rows if not self._state.has_ended(index))
@@ -140,9 +140,9 @@ class FeatureQueue:
         restarted = []
         for index, row in enumerate(self._rows):
             features, tokens = self._pop_states_of_row(index, row, limits[index])
-            if self._window is not None and tokens and row.add_to_history(features, tokens, self._window):
-                features = row.history
-                tokens = row.history_tokens
+            if self._window is not None and tokens and row.add_cached(features, tokens, self._window):
+                features = row.cached_states
+                tokens = row.cached_tokens
                 restarted.append(index)
             new.features.append(features)
             new.tokens.append(tokens)
@@ -151,7 +151,7 @@ class FeatureQueue:
     def _pop_states_of_row(self, index: int, row: _Queue, limit: float) -> tuple[torch.Tensor, list[int]]:
         """Remove the first `limit` features of a row, or all of fewer features; returns the token after each, too."""
         if limit <= 0 or not row.parts or self._state.has_ended(index):
-            return row.history[:0], []  # no features: an empty tensor of their width
+            return row.cached_states[:0], []  # no features: an empty tensor of their width
         features = row.parts[0] if len(row.parts) == 1 else torch.cat(row.parts)
         row.parts = []
         if len(features) > limit:  # the later ones stay in the queue
