@@ -46,7 +46,7 @@ class StepRecord:
             pass with one token per row is assumed for each level of the deepest draft.
         context: tokens in the longest row, prompt included.
         computed_rows: rows of the target's pass, those that took no part included; 0: those that took part.
-        separate_loss: see `DraftSession.separate_loss`.
+        excluded_time_loss: see `DraftSession.excluded_time_loss`.
     """
 
     requested: Sequence[int]
@@ -56,7 +56,7 @@ class StepRecord:
     drafter_passes: Sequence[int] | None = None
     context: int = 1
     computed_rows: int = 0
-    separate_loss: float = 0.0
+    excluded_time_loss: float = 0.0
 
     @property
     def batch(self) -> int:

@@ -169,7 +169,7 @@ class DecodingSteps:
             passes = None if passes is None else tuple(passes)
             context = self.call.context_length
             pass_rows, tokens_per_row = self.target.pass_shape(1 + tree.nodes)
-            loss = self.draft_session.separate_loss
+            loss = self.draft_session.excluded_time_loss
             step = StepRecord(
                 self.max_depths,
                 outcomes,
@@ -178,7 +178,7 @@ class DecodingSteps:
                 drafter_passes=passes,
                 context=context,
                 computed_rows=pass_rows,
-                separate_loss=loss,
+                excluded_time_loss=loss,
             )
             self.policy.observe(step)
             if self._monitor is not None:

@@ -25,7 +25,7 @@ from hf_specgen.batching.shared_draft import shared_session_starts
 from hf_specgen.candidates.base import DraftSession
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.decoding import DecodingSteps
-from hf_specgen.depth.adaptive import AdaptiveSession, DraftingLoss
+from hf_specgen.depth.adaptive import AdaptiveSession, DraftingTimeLoss
 from hf_specgen.depth.latency import StepLatency, fastest_count
 from hf_specgen.settings import Settings
 from hf_specgen.tree import DraftTree
@@ -39,7 +39,7 @@ class SharedSteps:
     """
 
     def __init__(self, settings: Settings):
-        self._loss = DraftingLoss()
+        self._loss = DraftingTimeLoss()
         self._start_session, self._shared_sessions = shared_session_starts(settings.candidates)
         self.settings = replace(settings, start=self._start)
         # For the rows and context of the present step; None if it was not measured, or no row decodes.

@@ -55,8 +55,8 @@ class DraftSession(ABC):
     top_tokens: int = 0
     """How many of the target's most likely next tokens `observe` receives for every input token of a step, as
     `VerificationResult.top_tokens`; if not 0, `observe` is called after the prefill too."""
-    separate_loss: float = 0.0
-    """Part of the loss of the last step, in plain steps, that the policy leaves out: see `DrafterLoss`."""
+    excluded_time_loss: float = 0.0
+    """Part of the time loss of the last step, in plain steps, that the policy leaves out: see `DrafterTimeLoss`."""
 
     def __init__(self, batch: DraftBatch):
         self.batch = batch
@@ -127,7 +127,7 @@ class WrappedSession(DraftSession):
 
     def observe(self, result: VerificationResult) -> None:
         self._session.observe(reindexed_result(result, self._own_draft, self._changed_draft))
-        self.separate_loss = self._session.separate_loss
+        self.excluded_time_loss = self._session.excluded_time_loss
 
     def end(self) -> None:
         self._session.end()

@@ -24,7 +24,7 @@ from hf_specgen.candidates.base import Candidates, DraftSession, StartSession, T
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first, draft_rows
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_heads import MTPCandidates
-from hf_specgen.candidates.drafter_loss import DrafterLoss
+from hf_specgen.candidates.drafter_time_loss import DrafterTimeLoss
 from hf_specgen.candidates.merged_tree import MemberDrafts, MergedNode, UnproposedTokens, merged_children
 from hf_specgen.candidates.ngram import NgramCandidates
 from hf_specgen.candidates.ngram_history import NgramHistory
@@ -156,7 +156,7 @@ class _CombinedSession(DraftSession):
         self._needs_drafters = False
         self._member_drafts: list[MemberDrafts] = []
         self._unproposed = UnproposedTokens()
-        self._drafter_loss = DrafterLoss(batch)
+        self._drafter_time_loss = DrafterTimeLoss(batch)
         self._tree_without_pass = DraftTree.empty(batch.state.batch)  # of the members without a forward pass
         self._returned_tree = self._tree_without_pass
         self.tokens_per_pass: list[int] = []
@@ -167,7 +167,7 @@ class _CombinedSession(DraftSession):
             for member_drafts, tokens in zip(self._member_drafts, result.tokens, strict=True):
                 self._unproposed.observe(member_drafts, tokens)
         if self._uses_drafters:
-            self.separate_loss = self._drafter_loss.observe(
+            self.excluded_time_loss = self._drafter_time_loss.observe(
                 result, self._tree_without_pass, self._returned_tree, self.tokens_per_pass
             )
         for (session, _), draft in zip(self._members, self._member_trees, strict=True):
@@ -194,7 +194,7 @@ class _CombinedSession(DraftSession):
         # Expected tokens of a step with this tree, by row with a draft.
         expected = [1 + sum(row) for row in tree.probability or () if row]
         is_enough = bool(expected) and sum(expected) / len(expected) >= ENOUGH_TOKENS
-        self._needs_drafters = self._uses_drafters and not is_enough and not self._drafter_loss.is_too_high
+        self._needs_drafters = self._uses_drafters and not is_enough and not self._drafter_time_loss.is_too_high
         self._tree_without_pass = tree
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:

@@ -19,23 +19,23 @@ from hf_specgen.depth.step_times import PassTimers, learns_from_steps
 from hf_specgen.targets.target import Target
 
 # Times in units of T(1), the time of a plain step.
-MAX_LOSS = 1.5  # what drafting may have lost in a call before it pauses; the text may suit it again later
-MAX_GAIN = 10.0  # what drafting has gained that is set against later losses
-LOSS_ALLOWANCE = 0.02  # what drafting may lose again for every plain step: at most 2% of the time
+MAX_TIME_LOSS = 1.5  # what drafting may have lost in a call before it pauses; the text may suit it again later
+MAX_TIME_GAIN = 10.0  # what drafting has gained that is set against later losses
+TIME_LOSS_ALLOWANCE = 0.02  # what drafting may lose again for every plain step: at most 2% of the time
 MAX_PREFILL = 0.08
 """Time that the drafter may take for the prompt, as a fraction of the call's plain steps; above it, it is not used."""
 FORGETTING = 0.9  # factor by which the weight of earlier drafts in the acceptance rate decreases with every draft
 
 
 @dataclass
-class DraftingLoss:
+class DraftingTimeLoss:
     """Time that drafting has lost, in units of T(1), less what it has gained and what it may lose."""
 
     relative_time: float = 0.0
 
     def add(self, loss: float) -> None:
         """Count a loss."""
-        self.relative_time = max(self.relative_time + loss, -MAX_GAIN)
+        self.relative_time = max(self.relative_time + loss, -MAX_TIME_GAIN)
 
     def count(self, latency: StepLatency, rows: int, seconds: float, passes: Sequence[int], emitted: float) -> None:
         """Count a step with a draft: its time, less that of plain steps for as many tokens.
@@ -46,9 +46,9 @@ class DraftingLoss:
         seconds += latency.draft.draft_seconds(passes)
         self.add(seconds / latency.target.seconds_of(rows) - emitted)
 
-    def for_later_call(self) -> DraftingLoss:
-        """No gains, since texts differ, and at most `MAX_LOSS`, so that a later call pauses for one step at most."""
-        return DraftingLoss(min(max(self.relative_time, 0.0), MAX_LOSS))
+    def for_later_call(self) -> DraftingTimeLoss:
+        """No gains, since texts differ, at most `MAX_TIME_LOSS`: a later call then pauses for one step at most."""
+        return DraftingTimeLoss(min(max(self.relative_time, 0.0), MAX_TIME_LOSS))
 
 
 class AdaptiveDepth(Policy):
@@ -59,7 +59,7 @@ class AdaptiveDepth(Policy):
     tokens counts as a loss; each paused step reduces it by 0.02. So, by these latencies, no call is slower than plain
     decoding by more than 2%, 1.5 plain steps and one draft, beside the drafter's prefill; where that takes more than
     8% of the plain steps of the call, only drafts without a forward pass are made. In a combination the drafters may
-    lose 0.75 plain steps more, see `DrafterLoss`. T(q) of the target and the time of drafting are measured once per
+    lose 0.75 plain steps more, see `DrafterTimeLoss`. T(q) of the target and the time of drafting are measured once per
     model, rows and context (`hf_specgen.depth.calibrate`): on a CPU by the first steps, the first of which has no
     draft, nor have a few later ones and the first with at most half as many rows; on an accelerator in the time of
     eight to twelve plain steps. All ranks of a tensor-parallel model use the first rank's.
@@ -131,8 +131,8 @@ class AdaptiveSession(PolicySession):
         self._is_measured = policy.measures_latency()
         self.remembers = self._is_measured and call.settings.memory
         self._model = call.model if self.remembers else None
-        self._key = ("loss", drafting.key, call.temperature)
-        self._loss = memory.recall(self._model, self._key, DraftingLoss)
+        self._key = ("time loss", drafting.key, call.temperature)
+        self._loss = memory.recall(self._model, self._key, DraftingTimeLoss)
         self._timer: DrafterTimer | None = None
         self._pass_timers: PassTimers | None = None
         # Draft tokens up to the first rejected one of a row: no later one was tested. A prior: two, accepted with 0.7.
@@ -150,7 +150,7 @@ class AdaptiveSession(PolicySession):
             latency = policy.latency or assumed_latency(call.state.device)
             self.latency = latency.for_drafter(str(drafting.key[0]), drafting.negligible_draft_cost)
 
-    def share(self, loss: DraftingLoss | None, curve: CostCurve | None = None) -> None:
+    def share(self, loss: DraftingTimeLoss | None, curve: CostCurve | None = None) -> None:
         """Run the steps in passes that other calls share; before the first one.
 
         Args:
@@ -207,7 +207,7 @@ class AdaptiveSession(PolicySession):
         if self._pauses(rows):
             self._uncached += 1
             calls = 1 + self._call.state.other_rows if self._has_shared_loss else 1  # each of which does this in a step
-            self._loss.add(-LOSS_ALLOWANCE / calls)
+            self._loss.add(-TIME_LOSS_ALLOWANCE / calls)
             return [0] * len(limits)
         depth = self._call.drafting.k if self._call.drafting.adaptive_tree else self._fastest_depth(rows, max(limits))
         return [min(depth, limit) for limit in limits]
@@ -228,7 +228,7 @@ class AdaptiveSession(PolicySession):
         is_free = self._call.drafting.has_negligible_cost_drafts
         if self._has_drafted and not is_free:
             lost += self._uncached_cost(rows)
-        return lost >= MAX_LOSS or not (is_free or self._has_drafted or self.prefill_is_short())
+        return lost >= MAX_TIME_LOSS or not (is_free or self._has_drafted or self.prefill_is_short())
 
     def _fastest_depth(self, rows: int, limit: int) -> int:
         """The depth with the most expected tokens per second, at least 1, at one acceptance rate and tree width."""
@@ -262,13 +262,13 @@ class AdaptiveSession(PolicySession):
             if not self._timer.is_known and self._timer.observe(step):
                 self.latency = self._timer.latency()
         if self._has_shared_loss:
-            self._loss.add(-step.separate_loss / (1 + self._call.state.other_rows))
+            self._loss.add(-step.excluded_time_loss / (1 + self._call.state.other_rows))
         else:
             latency = self._at(step.pass_rows)
             emitted = sum(row.emitted for row in rows) / max(1, len(rows))
             seconds = latency.target.seconds_of(step.pass_rows * step.tokens_per_row)
             self._loss.count(latency, step.pass_rows, seconds, step.tokens_per_pass, emitted)
-            self._loss.add(-step.separate_loss)
+            self._loss.add(-step.excluded_time_loss)
             memory.store(self._model, self._key, self._loss)
         # How often a token is accepted, given that those before it are: of each row up to the first rejected one.
         if drafted:

@@ -9,7 +9,7 @@ import pytest
 from hf_specgen.call import memory
 from hf_specgen.call_statistics import RowStep, StepRecord
 from hf_specgen.depth import AdaptiveDepth, Bucket, CostCurve, DraftLatency, LatencyModel
-from hf_specgen.depth.adaptive import LOSS_ALLOWANCE, MAX_LOSS, DraftingLoss
+from hf_specgen.depth.adaptive import MAX_TIME_LOSS, TIME_LOSS_ALLOWANCE, DraftingTimeLoss
 from tests.helpers.depth import Model, depth_call, run
 
 FLAT = LatencyModel.from_curves(CostCurve((1, 32), (1.0, 1.02), 256, 1))
@@ -27,7 +27,7 @@ def test_adaptive_depth_uses_what_is_faster_and_loses_at_most_what_it_promises(l
         depths.append(depth)
         lost += target.relative(1 + depth) - 1 - min(depth, accepted)
         most = max(most, target.relative(1 + depth))
-        assert lost <= MAX_LOSS + LOSS_ALLOWANCE * step + most
+        assert lost <= MAX_TIME_LOSS + TIME_LOSS_ALLOWANCE * step + most
     cost = sum(target.relative(1 + depth) for depth in depths[100:])
     tokens = sum(1 + min(depth, accepted) for depth in depths[100:])
     assert tokens / cost > 0.97
@@ -95,20 +95,20 @@ def test_adaptive_depth_with_shared_passes_takes_the_time_of_all_rows() -> None:
         call.state.drafts_together = True
         session = AdaptiveDepth(latency).start(call)
         if others:
-            session.share(DraftingLoss())
+            session.share(DraftingTimeLoss())
         depths.append(max(session.depths([16] * rows)))
     assert depths[0] == depths[1] < 4
 
 
 def test_adaptive_depth_requests_in_packed_steps_pause_together() -> None:
     """Would catch: a request that stops drafting after a rejection, for which all others then wait."""
-    loss = DraftingLoss()
+    loss = DraftingTimeLoss()
     calls = [depth_call(adaptive_tree=True, negligible_draft_cost=False) for _ in range(2)]
     one, other = map(AdaptiveDepth(STEEP).start, calls)
     for session in (one, other):
         session.share(loss)
     assert all(depth for (depth,) in run(one, 20, [0]))
-    loss.add(2 * MAX_LOSS)
+    loss.add(2 * MAX_TIME_LOSS)
     assert run(one, 1, [0]) == run(other, 1, [0]) == [[0]]
 
 

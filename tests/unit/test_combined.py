@@ -207,7 +207,7 @@ def test_network_pauses_where_it_adds_nothing_and_the_others_go_on(network_is_ri
         found = [token for token in right if token in tree.tokens[0].tolist()]
         path = [tree.tokens[0].tolist().index(token) for token in found]
         session.observe(VerificationResult([path], [[*found, 1]], [len(found)]))
-        losses.append(session.separate_loss)
+        losses.append(session.excluded_time_loss)
     drafted = sum(depth > 0 for depth in network.depths)
     assert drafted == 60 if network_is_right else 3 <= drafted <= 8
     assert all(depth > 0 for depth in copied.depths)

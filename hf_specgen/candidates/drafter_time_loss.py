@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from hf_specgen.call import memory
 from hf_specgen.candidates.draft_batch import DraftBatch
-from hf_specgen.depth.adaptive import FORGETTING, LOSS_ALLOWANCE, MAX_LOSS, DraftingLoss
+from hf_specgen.depth.adaptive import FORGETTING, MAX_TIME_LOSS, TIME_LOSS_ALLOWANCE, DraftingTimeLoss
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult, path_of_tokens
 
-MAX_DRAFTER_LOSS = MAX_LOSS / 2
+MAX_DRAFTER_TIME_LOSS = MAX_TIME_LOSS / 2
 """Plain steps that drafters may have lost before they pause: less than what pauses all drafting."""
 
 
-class DrafterLoss:
+class DrafterTimeLoss:
     """Time that drafters have lost, in plain steps, compared with the same steps without them.
 
     A step in which they draft loses the time of drafting and of verifying more nodes. It gains the tokens that the
@@ -27,10 +27,10 @@ class DrafterLoss:
     def __init__(self, batch: DraftBatch):
         self._batch = batch
         self._model = batch.model if batch.carries_over else None
-        self._key = ("drafter loss", batch.call.drafting.key, batch.call.temperature)
+        self._key = ("drafter time loss", batch.call.drafting.key, batch.call.temperature)
         # The loss of the last call, without its gains; drafters pause for one step at most before they draft again.
-        earlier = memory.recall(self._model, self._key, DraftingLoss)
-        self._loss = DraftingLoss(min(earlier.relative_time, MAX_DRAFTER_LOSS))
+        earlier = memory.recall(self._model, self._key, DraftingTimeLoss)
+        self._loss = DraftingTimeLoss(min(earlier.relative_time, MAX_DRAFTER_TIME_LOSS))
         # Every step as it would be without drafters: its time in units of T(1), its tokens. The prior is a plain step.
         self._time_without_drafters = 1.0
         self._tokens_without_drafters = 1.0
@@ -38,7 +38,7 @@ class DrafterLoss:
     @property
     def is_too_high(self) -> bool:
         """Whether drafters pause."""
-        return self._loss.relative_time >= MAX_DRAFTER_LOSS
+        return self._loss.relative_time >= MAX_DRAFTER_TIME_LOSS
 
     def observe(
         self, result: VerificationResult, tree_without_pass: DraftTree, tree: DraftTree, passes: Sequence[int]
@@ -64,7 +64,7 @@ class DrafterLoss:
         self._tokens_without_drafters = FORGETTING * self._tokens_without_drafters + tokens
         if not passes:
             if self.is_too_high:
-                self._loss.add(-LOSS_ALLOWANCE)
+                self._loss.add(-TIME_LOSS_ALLOWANCE)
                 memory.store(self._model, self._key, self._loss)
             return 0.0
         seconds = latency.target.seconds_of(rows * (1 + tree.nodes)) + latency.draft.draft_seconds(passes)
