@@ -105,7 +105,7 @@ class DecodingSteps:
         self.call = call
         self.state = call.state
         self.target = target
-        self.timer = StepTimer()
+        self.timer = DecodingTimer()
         self._max_depth = settings.candidates.k
         self.statistics = Statistics([[] for _ in range(call.state.batch)], strategy=call.drafting.name)
         stack.callback(self._end_verification)
@@ -300,8 +300,8 @@ class DecodingLoop(DecodingSteps):
                 self.target.drop_rows([not state.has_ended(row) for row in range(state.batch)])
 
 
-class StepTimer:
-    """Measures wall time by part: of the call in `seconds`, of the step in `step` (`STEP_PARTS` and `THREAD`)."""
+class DecodingTimer:
+    """Measures wall time by part of decoding: of the call in `seconds`, of the step in `step` (also `THREAD`)."""
 
     def __init__(self) -> None:
         self.started = perf_counter()

@@ -12,10 +12,10 @@ import torch
 
 from hf_specgen.call import Call, memory
 from hf_specgen.call_statistics import StepRecord
-from hf_specgen.depth.calibrate import DrafterTimer, recalled_curve, target_curve
+from hf_specgen.depth.calibrate import DrafterLatencyEstimator, recalled_curve, target_curve
 from hf_specgen.depth.latency import ASSUMED, CostCurve, LatencyModel, StepLatency, assumed_latency, fastest
 from hf_specgen.depth.policy import Policy, PolicySession
-from hf_specgen.depth.step_times import PassTimers, learns_from_steps
+from hf_specgen.depth.step_times import TargetLatencyEstimator, learns_from_steps
 from hf_specgen.targets.target import Target
 
 # Times in units of T(1), the time of a plain step.
@@ -133,8 +133,8 @@ class AdaptiveSession(PolicySession):
         self._model = call.model if self.remembers else None
         self._key = ("time loss", drafting.key, call.temperature)
         self._loss = memory.recall(self._model, self._key, DraftingTimeLoss)
-        self._timer: DrafterTimer | None = None
-        self._pass_timers: PassTimers | None = None
+        self._drafter_estimator: DrafterLatencyEstimator | None = None
+        self._target_estimator: TargetLatencyEstimator | None = None
         # Draft tokens up to the first rejected one of a row: no later one was tested. A prior: two, accepted with 0.7.
         self._accepted = 1.4
         self._tested = 2.0
@@ -142,8 +142,8 @@ class AdaptiveSession(PolicySession):
         self._uncached = call.context_length
         self._has_drafted = False
         if self._is_measured and learns_from_steps(call.model):
-            self._pass_timers = PassTimers(call)
-            self._use(*self._pass_timers.curves)
+            self._target_estimator = TargetLatencyEstimator(call)
+            self._use(*self._target_estimator.curves)
         elif self._is_measured:
             self._use_measured(recalled_curve(call))
         else:
@@ -162,8 +162,8 @@ class AdaptiveSession(PolicySession):
             self._has_shared_loss = True
             # Drafts are cut to the common budget later, so that each call drafts as if alone.
             self._ignores_other_rows = self._call.drafting.negligible_draft_cost
-        if self._pass_timers is not None:  # in common passes steps of one call time no sizes
-            self.latency = self._timer = self._pass_timers = None
+        if self._target_estimator is not None:  # in common passes steps of one call time no sizes
+            self.latency = self._drafter_estimator = self._target_estimator = None
             self._use_measured(recalled_curve(self._call))
         if self._is_measured:
             self._use_measured(curve)
@@ -175,24 +175,24 @@ class AdaptiveSession(PolicySession):
         return step.per_row(rows + others, state.drafts_together) if step and others else step
 
     def prefilled(self, target: Target) -> None:
-        if self.latency is None and self._pass_timers is None:
+        if self.latency is None and self._target_estimator is None:
             self._use_measured(target_curve(self._call, target))
 
     def _use_measured(self, curve: CostCurve | None) -> None:
         """Begin with a T(q) that was measured, if there is one."""
         if curve is not None:
-            self._timer = None
+            self._drafter_estimator = None
             self._use(curve)
 
     def _use(self, *curves: CostCurve) -> None:
         """Continue with these T(q), each at another number of rows."""
         if not curves:
             return
-        if self._timer is None:
-            self._timer = DrafterTimer(self._call, *curves)
+        if self._drafter_estimator is None:
+            self._drafter_estimator = DrafterLatencyEstimator(self._call, *curves)
         else:
-            self._timer.curves = curves
-        self.latency = self._timer.latency()
+            self._drafter_estimator.curves = curves
+        self.latency = self._drafter_estimator.latency()
 
     def _at(self, rows: int) -> StepLatency:
         """The latencies of a step of so many rows."""
@@ -201,7 +201,7 @@ class AdaptiveSession(PolicySession):
     def depths(self, limits: Sequence[int]) -> list[int]:
         """The same depth for all rows; 0 while drafting pauses, or while latencies are unknown."""
         rows = sum(limit > 0 for limit in limits)
-        needs_plain_step = self._pass_timers is not None and self._pass_timers.needs_plain_step
+        needs_plain_step = self._target_estimator is not None and self._target_estimator.needs_plain_step
         if self.latency is None or needs_plain_step or not rows:
             return [0] * len(limits)
         if self._pauses(rows):
@@ -213,7 +213,7 @@ class AdaptiveSession(PolicySession):
         return [min(depth, limit) for limit in limits]
 
     def prefill_is_short(self) -> bool:
-        is_known = self.latency is not None and (self._timer is None or self._timer.is_known)
+        is_known = self.latency is not None and (self._drafter_estimator is None or self._drafter_estimator.is_known)
         return not is_known or self._uncached_cost(self._call.state.batch) <= MAX_PREFILL * self._call.max_new_tokens
 
     def _uncached_cost(self, rows: int) -> float:
@@ -246,8 +246,8 @@ class AdaptiveSession(PolicySession):
     def observe(self, step: StepRecord) -> None:
         """Use the times of a step; count the loss and the acceptance of one with a draft."""
         # T(q), where steps time it.
-        if self._pass_timers is not None and self._pass_timers.observe(step):
-            self._use(*self._pass_timers.curves)
+        if self._target_estimator is not None and self._target_estimator.observe(step):
+            self._use(*self._target_estimator.curves)
         if self.latency is None or not step.has_draft:
             return
         rows = [row for row in step.rows if row is not None]
@@ -256,11 +256,11 @@ class AdaptiveSession(PolicySession):
             self._uncached = 0
             self._has_drafted = True
         # The time of drafting, which the first drafts tell; and whether a T(q) that was measured is too long.
-        if self._timer is not None:
-            if self._pass_timers is None:
-                self._timer.forget_slow_curve(step)
-            if not self._timer.is_known and self._timer.observe(step):
-                self.latency = self._timer.latency()
+        if self._drafter_estimator is not None:
+            if self._target_estimator is None:
+                self._drafter_estimator.forget_slow_curve(step)
+            if not self._drafter_estimator.is_known and self._drafter_estimator.observe(step):
+                self.latency = self._drafter_estimator.latency()
         if self._has_shared_loss:
             self._loss.add(-step.excluded_time_loss / (1 + self._call.state.other_rows))
         else:

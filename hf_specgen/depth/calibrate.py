@@ -117,9 +117,8 @@ def _stored_curve(call: Call, times: dict[int, float]) -> CostCurve:
     """T(q) from measured times, kept for later calls; sizes beyond the timed ones in proportion to their tokens."""
     points = dict(times)
     earlier: CostCurve | None = memory.recall(call.model, ("delayed", *curve_key(call)), lambda: None)
-    if (
-        earlier is not None
-    ):  # of which some sizes were delayed, and maybe others now: see `DrafterTimer.forget_slow_curve`
+    # Of the earlier one some sizes were delayed, and maybe others now: `DrafterLatencyEstimator.forget_slow_curve`.
+    if earlier is not None:
         points = {q: min(seconds, earlier(q)) for q, seconds in times.items()}
     largest = max(points)
     if largest < QUERIES[-1]:
@@ -185,8 +184,8 @@ def wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-class DrafterTimer:
-    """Derives the time of drafting from the first drafts with a target: of a pass, or of a draft without passes."""
+class DrafterLatencyEstimator:
+    """Estimates the time of a drafter's pass, or of a draft without passes, from the first drafts with a target."""
 
     def __init__(self, call: Call, *curves: CostCurve):
         self._call = call

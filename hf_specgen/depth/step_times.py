@@ -10,8 +10,8 @@ remains uncertain, instead of being taken for as fast as the machine was in them
 The first step of the first adaptive call has no draft and gives T(1). If it was delayed, all drafts look free, so that
 no other step would be without one. So the steps after 8, 16 and 32 steps have no draft either, and so on.
 
-Rows of a batch end at different steps. T(q) of 8 rows begins at 8 tokens, so it cannot tell what drafts cost once a
-single row is left. So T(q) is timed for each number of present rows up to a power of two; like the first step of all,
+Rows of a batch end at different steps. T(q) of 8 rows begins at 8 tokens, so it does not have the cost of drafts once
+a single row is left. So T(q) is timed for each number of present rows up to a power of two; like the first step of all,
 the first step with so few rows has no draft.
 """
 
@@ -70,8 +70,8 @@ def _prior_covariance() -> Floats:
 
 
 @dataclass(frozen=True, eq=False)
-class StepTimes:
-    """The distribution of T(q) / T(1) by tokens per row, and of T(1) at the machine's present speed.
+class CurvePosterior:
+    """The posterior distribution of T(q) / T(1) by tokens per row, and of T(1) at the machine's present speed.
 
     Entry 0 of `means` and `covariance` is log T(1), whose ratio to itself needs none; entry i > 0 is log(T(q) / T(1))
     for q = `SIZES[i]`.
@@ -84,7 +84,7 @@ class StepTimes:
     batch: int  # rows
 
     @classmethod
-    def of_plain_step(cls, seconds: float, context: int, batch: int) -> StepTimes:
+    def of_plain_step(cls, seconds: float, context: int, batch: int) -> CurvePosterior:
         """The distribution after the first step."""
         means = GROWTH * np.log(SIZES)
         means[0] = log(seconds)
@@ -92,7 +92,7 @@ class StepTimes:
         covariance[0, 0] = FIRST_NOISE**2
         return cls(means, covariance, {1: 1}, context, batch)
 
-    def with_step(self, size: int, seconds: float) -> StepTimes:
+    def with_step(self, size: int, seconds: float) -> CurvePosterior:
         """The distribution after another step."""
         covariance = self.covariance.copy()
         covariance[0, 0] += SPEED_CHANGE**2
@@ -104,10 +104,10 @@ class StepTimes:
         relative = innovation**2 / (variance + STEP_NOISE**2)
         noise = STEP_NOISE**2 * max(1.0, (DEGREES_OF_FREEDOM + relative) / (DEGREES_OF_FREEDOM + 1))
         counts = {**self.counts, size: self.counts.get(size, 0) + 1}
-        times = StepTimes(self.means, covariance, counts, self.context, self.batch)
-        return times._conditioned_on(innovation, with_sum, variance + noise)
+        posterior = CurvePosterior(self.means, covariance, counts, self.context, self.batch)
+        return posterior._conditioned_on(innovation, with_sum, variance + noise)
 
-    def _conditioned_on(self, innovation: float, with_sum: Floats, variance: float) -> StepTimes:
+    def _conditioned_on(self, innovation: float, with_sum: Floats, variance: float) -> CurvePosterior:
         """The distribution given the observation of a sum of terms.
 
         Args:
@@ -118,9 +118,9 @@ class StepTimes:
         gain = with_sum / variance
         means = self.means + gain * innovation
         covariance = self.covariance - gain[:, None] * with_sum
-        return StepTimes(means, covariance, self.counts, self.context, self.batch)
+        return CurvePosterior(means, covariance, self.counts, self.context, self.batch)
 
-    def in_later_call(self) -> StepTimes:
+    def in_later_call(self) -> CurvePosterior:
         """The distribution at the first step of another call, at which the speed may be another one."""
         covariance = self.covariance.copy()
         covariance[0, 0] += CALL_SPEED_CHANGE**2
@@ -132,20 +132,20 @@ class StepTimes:
         return {**arrays, "counts": self.counts, "context": self.context, "batch": self.batch}
 
     @classmethod
-    def from_saved(cls, saved: Any) -> StepTimes | None:
-        """The times of an earlier process; None if there are none that can be used."""
+    def from_saved(cls, saved: Any) -> CurvePosterior | None:
+        """The distribution that an earlier process has saved; None if it cannot be used."""
         try:
             means = np.array(saved["means"], dtype=float)
             covariance = np.array(saved["covariance"], dtype=float)
             counts = {int(size): int(count) for size, count in saved["counts"].items()}
-            times = cls(means, covariance, counts, int(saved["context"]), int(saved["batch"]))
+            posterior = cls(means, covariance, counts, int(saved["context"]), int(saved["batch"]))
             has_shapes = means.shape == (len(SIZES),) and covariance.shape == 2 * (len(SIZES),)
             is_bounded = np.abs(means).max() < MAX_SAVED and np.abs(covariance).max() < MAX_SAVED
             has_steps = 1 in counts and counts.keys() <= set(SIZES) and min(counts.values()) > 0
             # No sum of terms has a negative variance.
             if not (has_shapes and is_bounded and has_steps and np.linalg.eigvalsh(covariance).min() > -1e-9):
                 return None
-            return times if times.curve else None
+            return posterior if posterior.curve else None
         except (TypeError, KeyError, ValueError, AttributeError, OverflowError, np.linalg.LinAlgError):
             return None
 
@@ -179,8 +179,8 @@ class StepTimes:
         """The curve through timed sizes; larger ones are assumed to be as fast as is plausible, so that they are tried.
 
         Before any other size than 1 is timed, 8 tokens take ⁴√8 times T(1). Sizes beyond the largest timed one lie on
-        the line through T(1) and that size, but below √q, and from 64 tokens of all rows together on below q: passes
-        over so many tokens are limited by arithmetic.
+        the line through T(1) and that size, but below √q, and from 64 tokens of all rows together on below q: larger
+        passes are limited by arithmetic.
         """
         points = dict(points)
         largest = max(points)
@@ -199,49 +199,49 @@ class StepTimes:
         return CostCurve(sizes, tuple(points[size] for size in sizes), self.context, self.batch)
 
 
-class PassTimer:
-    """Times passes of a target by the steps of one call, and keeps the times for later calls."""
+class CurveEstimator:
+    """Estimates T(q) at one number of rows from the steps of a call, and keeps the posterior for later calls."""
 
-    def __init__(self, call: Call, times: StepTimes):
+    def __init__(self, call: Call, posterior: CurvePosterior):
         self._call = call
-        self.times = times
-        self._new_steps: list[tuple[int, float]] = []  # sizes and seconds that `times` does not have yet
-        self._counts = Counter(times.counts)  # steps of each size, the new ones included
-        self._key = _key(call, times.batch)
+        self.posterior = posterior
+        self._new_steps: list[tuple[int, float]] = []  # sizes and seconds that the posterior does not have yet
+        self._counts = Counter(posterior.counts)  # steps of each size, the new ones included
+        self._key_of_model = _model_key(call, posterior.batch)
 
     @cached_property
-    def _shared_key(self) -> tuple[Hashable, ...]:
-        """The key for all models of the architecture; a call takes milliseconds for the first one."""
-        return _shared_key(self._call, self.times.batch)
+    def _key_of_architecture(self) -> tuple[Hashable, ...]:
+        """`_architecture_key`, made once: a call takes milliseconds for the first one."""
+        return _architecture_key(self._call, self.posterior.batch)
 
     @classmethod
-    def of_earlier_calls(cls, call: Call, rows: int) -> PassTimer | None:
-        """A timer with the times of earlier calls of the model, or of its architecture; None if there are none."""
-        times: StepTimes | None = memory.recall(call.model, _key(call, rows), lambda: None)
-        if times is None:
-            key = _shared_key(call, rows)
-            times = memory.recall(type(call.model), key, lambda: None)
-            times = times or StepTimes.from_saved(saved_results.load(SAVED, key))
-        return None if times is None else cls(call, times.in_later_call())
+    def of_earlier_calls(cls, call: Call, rows: int) -> CurveEstimator | None:
+        """An estimator with what earlier calls of the model or its architecture have kept; None without these."""
+        posterior: CurvePosterior | None = memory.recall(call.model, _model_key(call, rows), lambda: None)
+        if posterior is None:
+            key = _architecture_key(call, rows)
+            posterior = memory.recall(type(call.model), key, lambda: None)
+            posterior = posterior or CurvePosterior.from_saved(saved_results.load(SAVED, key))
+        return None if posterior is None else cls(call, posterior.in_later_call())
 
     @classmethod
-    def of_first_step(cls, call: Call, step: StepRecord) -> PassTimer | None:
-        """A timer that starts with T(1) at the rows of the step; None if that is not a plain step."""
+    def of_first_step(cls, call: Call, step: StepRecord) -> CurveEstimator | None:
+        """An estimator that starts with T(1) at the rows of the step; None if that is not a plain step."""
         if (timed := _timed(call, step, step.pass_rows)) is None or timed[0] != 1:
             return None
-        timer = cls(call, StepTimes.of_plain_step(timed[1], call.context_length, step.pass_rows))
-        timer._keep()
-        return timer
+        estimator = cls(call, CurvePosterior.of_plain_step(timed[1], call.context_length, step.pass_rows))
+        estimator._keep()
+        return estimator
 
     @property
     def needs_plain_step(self) -> bool:
-        """Whether the next step should have no draft, since few of so many steps had none."""
+        """Whether the next step should have no draft, since few of the steps so far had none."""
         plain = self._counts[1]
         return plain < SETTLED and self._counts.total() >= FIRST_STEPS * 2 ** (plain - 1)
 
     def observe(self, step: StepRecord) -> bool:
         """Use the time of a step for its size; returns whether T(q) has changed by it."""
-        if (timed := _timed(self._call, step, self.times.batch)) is None:
+        if (timed := _timed(self._call, step, self.posterior.batch)) is None:
             return False
         size, _ = timed
         self._new_steps.append(timed)
@@ -249,21 +249,21 @@ class PassTimer:
         enough = min(STEPS_PER_UPDATE, self._counts.total() / 8)
         if self._counts[size] > 2 and len(self._new_steps) < enough:
             return False
-        # Use all new steps. They tell the machine's speed even if all of their sizes are settled.
+        # Use all new steps: the machine's speed is learned from them even if all of their sizes are settled.
         is_settled = True
         for size, seconds in self._new_steps:
-            self.times = self.times.with_step(size, seconds)
-            is_settled = is_settled and self.times.counts[size] > SETTLED
+            self.posterior = self.posterior.with_step(size, seconds)
+            is_settled = is_settled and self.posterior.counts[size] > SETTLED
         self._new_steps.clear()
         if not is_settled:
             self._keep()
         return not is_settled
 
     def _keep(self) -> None:
-        """Keep the times for later calls, other models of the architecture, and later processes."""
-        memory.store(self._call.model, self._key, self.times)
-        memory.store(type(self._call.model), self._shared_key, self.times)
-        saved_results.save(SAVED, self._shared_key, self.times.saved())
+        """Keep the posterior for later calls, other models of the architecture, and later processes."""
+        memory.store(self._call.model, self._key_of_model, self.posterior)
+        memory.store(type(self._call.model), self._key_of_architecture, self.posterior)
+        saved_results.save(SAVED, self._key_of_architecture, self.posterior.saved())
 
 
 def _with_lower_bound(curve: CostCurve, largest: int, of_more_rows: CostCurve) -> CostCurve:
@@ -277,7 +277,7 @@ def _with_lower_bound(curve: CostCurve, largest: int, of_more_rows: CostCurve) -
 
 
 def _timed(call: Call, step: StepRecord, batch: int) -> tuple[int, float] | None:
-    """Tokens per row of a step's pass and the thread's seconds in it, or None if they tell nothing of T(q)."""
+    """Tokens per row of a step's pass and the thread's seconds in it, or None if T(q) cannot be learned from them."""
     seconds = step.seconds.get(THREAD, 0.0)
     size = 1
     if step.tokens_per_row > 1:  # a few rows less than at first make a size smaller, but never that of a plain step
@@ -287,54 +287,56 @@ def _timed(call: Call, step: StepRecord, batch: int) -> tuple[int, float] | None
     return next(larger for larger in SIZES if larger >= size), seconds
 
 
-def _key(call: Call, rows: int) -> tuple[Hashable, ...]:
+def _model_key(call: Call, rows: int) -> tuple[Hashable, ...]:
+    """The key of a posterior for calls of the same model."""
     return "step times", *curve_key(call, rows)
 
 
-def _shared_key(call: Call, rows: int) -> tuple[Hashable, ...]:
+def _architecture_key(call: Call, rows: int) -> tuple[Hashable, ...]:
+    """The key of a posterior for all models of the architecture, also in later processes."""
     return "step times", *shared_curve_key(call, rows)
 
 
-class PassTimers:
-    """The timers of a call, for each number of present rows up to a power of two."""
+class TargetLatencyEstimator:
+    """Estimates T(q) of the target in a call, by a `CurveEstimator` for each number of rows up to a power of two."""
 
     def __init__(self, call: Call):
         self._call = call
-        self._timers: dict[int, PassTimer] = {}
+        self._estimators: dict[int, CurveEstimator] = {}
         self._rows = call.state.batch  # of the last step's pass
         self._recall()
 
     @property
     def needs_plain_step(self) -> bool:
-        """Whether few plain steps with so many rows as the last one have been timed, or none."""
-        timer = self._timers.get(rows_key(self._rows))
-        return timer is None or timer.needs_plain_step
+        """Whether few plain steps with as many rows as the last step have been timed, or none."""
+        estimator = self._estimators.get(rows_key(self._rows))
+        return estimator is None or estimator.needs_plain_step
 
     @property
     def curves(self) -> tuple[CostCurve, ...]:
         """T(q) by the number of rows, largest first, as if all were timed at the call's own context."""
         curves: list[CostCurve] = []
-        for _, timer in sorted(self._timers.items(), reverse=True):
-            curve = replace(timer.times.curve, context=max(1, self._call.context_length))
-            curves.append(_with_lower_bound(curve, max(timer.times.counts), curves[-1]) if curves else curve)
+        for _, estimator in sorted(self._estimators.items(), reverse=True):
+            curve = replace(estimator.posterior.curve, context=max(1, self._call.context_length))
+            curves.append(_with_lower_bound(curve, max(estimator.posterior.counts), curves[-1]) if curves else curve)
         return tuple(curves)
 
     def observe(self, step: StepRecord) -> bool:
         """Use the time of a step for its number of rows; returns whether a T(q) has changed or was added by it."""
         self._rows = step.pass_rows
-        timer = self._timers.get(rows_key(self._rows))
-        if timer is not None:
-            return timer.observe(step)
+        estimator = self._estimators.get(rows_key(self._rows))
+        if estimator is not None:
+            return estimator.observe(step)
         if self._recall():
             return True
-        timer = PassTimer.of_first_step(self._call, step)
-        if timer is not None:
-            self._timers[rows_key(self._rows)] = timer
-        return timer is not None
+        estimator = CurveEstimator.of_first_step(self._call, step)
+        if estimator is not None:
+            self._estimators[rows_key(self._rows)] = estimator
+        return estimator is not None
 
     def _recall(self) -> bool:
-        """Continue with the times that earlier calls have taken with so many rows; returns whether there are any."""
-        timer = PassTimer.of_earlier_calls(self._call, self._rows)
-        if timer is not None:
-            self._timers[rows_key(self._rows)] = timer
-        return timer is not None
+        """Continue with what earlier calls have kept for the rows of the last step; returns whether there is any."""
+        estimator = CurveEstimator.of_earlier_calls(self._call, self._rows)
+        if estimator is not None:
+            self._estimators[rows_key(self._rows)] = estimator
+        return estimator is not None

@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from hf_specgen import FixedDepth, NgramCandidates, saved_results
-from hf_specgen.depth.step_times import PassTimer, StepTimes
+from hf_specgen.depth.step_times import CurveEstimator, CurvePosterior
 from tests.helpers import fresh_model, prompts
 from tests.helpers.depth import depth_call
 from tests.helpers.processes import run_in_ranks
@@ -52,9 +52,9 @@ def adaptive_call(folder: str) -> list[int]:
     os.environ[saved_results.FOLDER] = folder
     model = fresh_model("llama")
     call = depth_call(model=model)
-    before = PassTimer.of_earlier_calls(call, 1)
+    before = CurveEstimator.of_earlier_calls(call, 1)
     model.generate(**prompts(1), max_new_tokens=TOKENS, do_sample=False, candidate_generator=NgramCandidates())
-    return [] if before is None else sorted(before.times.counts)
+    return [] if before is None else sorted(before.posterior.counts)
 
 
 def test_self_check_of_an_earlier_process_counts(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_latencies_of_an_earlier_process_are_used(tmp_path: Path) -> None:
     assert sizes and sizes[0] == 1
 
 
-SAVED = StepTimes.of_plain_step(1.0, 8, 1).with_step(8, 1.5).with_step(8, 1.5).saved()
+SAVED = CurvePosterior.of_plain_step(1.0, 8, 1).with_step(8, 1.5).with_step(8, 1.5).saved()
 INFINITE, NAN = float("inf"), float("nan")
 
 
@@ -98,8 +98,8 @@ def _changed(name: str, value: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_latencies_that_cannot_be_used_count_as_absent(saved: Any) -> None:
     """Would catch: an exception in `generate`, or a curve without T(1), because of a damaged file."""
-    assert StepTimes.from_saved(SAVED) is not None
-    assert StepTimes.from_saved(saved) is None
+    assert CurvePosterior.from_saved(SAVED) is not None
+    assert CurvePosterior.from_saved(saved) is None
 
 
 def test_text_of_a_key_describes_it_or_is_refused() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from hf_specgen.call import memory
 from hf_specgen.call_statistics import RowStep, StepRecord
-from hf_specgen.decoding import StepTimer
+from hf_specgen.decoding import DecodingTimer
 from hf_specgen.depth import AdaptiveDepth, Bucket, CostCurve, DraftLatency, LatencyModel, calibrate
 from hf_specgen.depth.latency import FORMAT
 from tests.helpers.depth import Clock, Model, Target, depth_call
@@ -206,16 +206,16 @@ def test_time_of_threads_that_stands_still_is_not_used(monkeypatch: pytest.Monke
 
 def test_drafter_timer_with_a_clock_that_goes_backwards_takes_no_time_below_zero() -> None:
     """Would catch: seconds below 0, of which no curve can be made, so that the call raises."""
-    timer = calibrate.DrafterTimer(
+    estimator = calibrate.DrafterLatencyEstimator(
         depth_call(model=Model(), negligible_draft_cost=False), CostCurve((1, 8), (1.0, 1.0), 8, 1)
     )
     for _ in range(5):
-        clock = StepTimer()
+        clock = DecodingTimer()
         clock.add("draft", -100.0)
         clock.add("forward", 1.0)
-        timer.observe(StepRecord([1], [RowStep(1, 1, 0, 1)], 2, clock.step, (1,)))
-    assert timer.is_known and timer.fraction == 0.0
-    timer.latency()
+        estimator.observe(StepRecord([1], [RowStep(1, 1, 0, 1)], 2, clock.step, (1,)))
+    assert estimator.is_known and estimator.fraction == 0.0
+    estimator.latency()
 
 
 def test_target_curve_takes_the_minimum_of_several_times(clock: Clock) -> None:
@@ -258,26 +258,26 @@ def test_drafter_timer_takes_the_median_without_the_first_draft() -> None:
     """Would catch: the drafter's prefill, or one delayed draft, taken for the time of every draft."""
     curve = CostCurve((1, 4), (1.0, 2.0), 256, 1)
     call = depth_call(model=Model(), negligible_draft_cost=False)
-    timer = calibrate.DrafterTimer(call, curve)
-    assert timer.fraction == 0.3
+    estimator = calibrate.DrafterLatencyEstimator(call, curve)
+    assert estimator.fraction == 0.3
     fractions = (9.0, 0.2, 0.3, 0.9, 0.3, 0.5)
-    known = [timer.observe(draft_record(3.0 * value, load)) for load, value in enumerate(fractions, start=1)]
+    known = [estimator.observe(draft_record(3.0 * value, load)) for load, value in enumerate(fractions, start=1)]
     assert known == [False, False, False, False, True, False]
-    assert timer.fraction == pytest.approx(0.3)
-    assert timer.latency().at(1, 100).draft.draft_seconds((1, 4)) == pytest.approx(0.9)
-    assert calibrate.DrafterTimer(call, curve).fraction == pytest.approx(0.3), "kept for later calls"
+    assert estimator.fraction == pytest.approx(0.3)
+    assert estimator.latency().at(1, 100).draft.draft_seconds((1, 4)) == pytest.approx(0.9)
+    assert calibrate.DrafterLatencyEstimator(call, curve).fraction == pytest.approx(0.3), "kept for later calls"
 
 
 def test_drafter_timer_of_an_accelerator_leaves_out_captures() -> None:
     """Some drafts capture graphs; until 16 are known, the fastest one so far counts if it is less than assumed."""
     curve, call = CostCurve((1, 4), (1.0, 2.0), 256, 1), depth_call(model=Model(), negligible_draft_cost=False)
-    timer = calibrate.DrafterTimer(call, curve)
-    timer._is_cpu = False
-    assert not timer.observe(draft_record(0.1)) and timer.fraction == 0.3
+    estimator = calibrate.DrafterLatencyEstimator(call, curve)
+    estimator._is_cpu = False
+    assert not estimator.observe(draft_record(0.1)) and estimator.fraction == 0.3
     for fraction, fastest in ((9.0, 0.3), (0.2, 0.2), (5.0, 0.2), (0.1, 0.1), *[(0.5, 0.1)] * 10, (0.5, 0.5)):
-        assert timer.observe(draft_record(3.0 * fraction))
-        assert timer.fraction == pytest.approx(fastest)
-    assert timer.is_known and not timer.observe(draft_record(0.0))
+        assert estimator.observe(draft_record(3.0 * fraction))
+        assert estimator.fraction == pytest.approx(fastest)
+    assert estimator.is_known and not estimator.observe(draft_record(0.0))
 
 
 def test_target_curve_that_was_delayed_is_measured_again(clock: Clock) -> None:
@@ -285,11 +285,11 @@ def test_target_curve_that_was_delayed_is_measured_again(clock: Clock) -> None:
     call, delayed = depth_call(model=Model()), CostCurve((1, 8), (0.1, 0.04), 8, 1)
     key = calibrate.curve_key(call)
     memory.store(call.model, key, delayed)
-    timer = calibrate.DrafterTimer(call, delayed)
+    estimator = calibrate.DrafterLatencyEstimator(call, delayed)
     for tokens, seconds in ((8, 0.05), (8, 0.021), (64, 0.001), (1, 0.06)):
-        timer.forget_slow_curve(StepRecord([7], [RowStep(7, 7, 0, 1)], tokens, {"forward": seconds}, (), 8))
+        estimator.forget_slow_curve(StepRecord([7], [RowStep(7, 7, 0, 1)], tokens, {"forward": seconds}, (), 8))
         assert calibrate.recalled_curve(call) == delayed, "no proof: at least half of the time, or another size"
-    timer.forget_slow_curve(StepRecord([7], [RowStep(7, 7, 0, 1)], 8, {"forward": 0.019}, (), 8))
+    estimator.forget_slow_curve(StepRecord([7], [RowStep(7, 7, 0, 1)], 8, {"forward": 0.019}, (), 8))
     assert calibrate.recalled_curve(call) is None
     target = Target(clock, lambda q: 0.05)
     curve = calibrate.target_curve(call, target)
@@ -299,10 +299,10 @@ def test_target_curve_that_was_delayed_is_measured_again(clock: Clock) -> None:
 def test_drafter_timer_without_passes_takes_the_time_of_a_draft() -> None:
     """Would catch: n-grams that propose nothing, whose search takes a tenth of every step and counts as free."""
     call, curve = depth_call(model=Model()), CostCurve((1, 4), (1.0, 2.0), 256, 1)
-    timer = calibrate.DrafterTimer(call, curve)
-    assert timer.latency().at(1, 100).draft.draft_seconds(()) == 0.0 and not timer.observe(draft_record(1.0))
-    assert [timer.observe(draft_record(0.1, passes=())) for _ in range(5)][-1]
-    assert timer.latency().at(1, 100).draft.draft_seconds(()) == pytest.approx(0.1)
+    estimator = calibrate.DrafterLatencyEstimator(call, curve)
+    assert estimator.latency().at(1, 100).draft.draft_seconds(()) == 0.0 and not estimator.observe(draft_record(1.0))
+    assert [estimator.observe(draft_record(0.1, passes=())) for _ in range(5)][-1]
+    assert estimator.latency().at(1, 100).draft.draft_seconds(()) == pytest.approx(0.1)
     session = AdaptiveDepth().start(call)
     session._use(curve)
     for _ in range(99):
