@@ -35,16 +35,20 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 """PEFT puts this before the names of the adapted module's tensors."""
-LORA_KEYS = {
-    # Read. Which layers are adapted, and what else was trained, is seen in the tensors.
+USED_LORA_KEYS = {
     *("peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights", "base_model_name_or_path", "revision"),
+}
+"""Keys of adapter_config.json that are read."""
+IGNORED_LORA_KEYS = {
+    # Which layers are adapted, and what else was trained: the tensors show it.
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "bias"),
     # Identities, training, layers that are not linear, and settings of options that are keys of their own.
     *("task_type", "auto_mapping", "peft_version", "inference_mode", "lora_dropout", "fan_in_fan_out"),
     *("runtime_config", "megatron_core", "qalora_group_size"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
-"""Keys of adapter_config.json that are read or do not change a plain LoRA; others have to be empty or false."""
+"""Keys of adapter_config.json that do not change what a plain LoRA computes. All further keys have to be empty or
+false."""
 PLAIN_INITS = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
 """Values of `init_lora_weights` with which PEFT leaves the weights of the adapted layers as they are."""
 
@@ -305,7 +309,7 @@ def check_plain_lora(config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
         raise ValueError(f"peft_type must be 'LORA', got {config.get('peft_type')!r:.80}; train a LoRA adapter")
     for name, value in config.items():
-        if value and name not in LORA_KEYS:
+        if value and name not in USED_LORA_KEYS | IGNORED_LORA_KEYS:
             raise ValueError(f"{name}={value!r:.80} is not supported; train a plain LoRA adapter")
     if (init := config.get("init_lora_weights")) not in PLAIN_INITS:
         raise ValueError(
