@@ -35,7 +35,7 @@ from hf_specgen.candidates.one_pass import default_tree
 from hf_specgen.depth import Policy
 from hf_specgen.heads.base import BoundHead, DraftHead
 from hf_specgen.heads.block import BlockHead
-from hf_specgen.heads.block_drafter import BlockDrafter, ReadingEvidence, RotationTrial
+from hf_specgen.heads.block_drafter import BlockDrafter, RotationChoice, SettingEvidence
 from hf_specgen.heads.drafter import HeadDrafter
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.eagle_drafter import EagleDrafter
@@ -220,11 +220,11 @@ class PEagleCandidates(HeadCandidates):
     expected = "a P-EAGLE head"
 
 
-READINGS = {
+AMBIGUOUS_SETTINGS = {
     "layout": ("the first position of a block proposes a token", "the second position is the first to propose"),
     "rotation": ("halves of each attention head are rotated", "neighbouring channels are rotated, as in the target"),
 }
-"""What the file of a block head may leave open, with both readings."""
+"""Settings that the config.json of a block head may leave out, each with both values that it can have."""
 
 
 class DFlashCandidates(HeadCandidates):
@@ -254,25 +254,25 @@ class DFlashCandidates(HeadCandidates):
         else:
             drafter = BlockDrafter(bound, source, batch.state.batch)
         if head.config.pairs_undecided and rotates_neighbours(batch.model):
-            drafter.rotation = RotationTrial(with_neighbouring_pairs(head), self._evidence(batch, "rotation"))
+            drafter.rotation = RotationChoice(with_neighbouring_pairs(head), self._evidence(batch, "rotation"))
         return drafter
 
-    def _evidence(self, batch: DraftBatch, question: str) -> ReadingEvidence:
-        """What earlier calls have inferred of what the file of the head leaves open."""
-        key = question, batch.call.drafting.key
+    def _evidence(self, batch: DraftBatch, setting: str) -> SettingEvidence:
+        """What earlier calls have inferred of a setting that the config.json of the head leaves out."""
+        key = setting, batch.call.drafting.key
         model = batch.model if batch.carries_over else None
-        evidence = memory.recall(model, key, ReadingEvidence)
+        evidence = memory.recall(model, key, SettingEvidence)
         memory.store(model, key, evidence)  # now, so that calls side by side share it
         return evidence
 
-    def readings(self, model: PreTrainedModel) -> list[str]:
-        """What texts have decided of what the head's file leaves open, in words; for `hf-specgen doctor`."""
-        found = []
-        for question, (first, second) in READINGS.items():
-            lead = memory.recall(model, (question, self.profile_key()), ReadingEvidence).lead
+    def inferred_settings(self, model: PreTrainedModel) -> list[str]:
+        """The settings that config.json leaves out and texts have decided, in words; for `hf-specgen doctor`."""
+        inferred = []
+        for setting, (first, second) in AMBIGUOUS_SETTINGS.items():
+            lead = memory.recall(model, (setting, self.profile_key()), SettingEvidence).lead
             if lead:
-                found.append(f"{second if lead > 0 else first} ({abs(lead)} more correct tokens)")
-        return found
+                inferred.append(f"{second if lead > 0 else first} ({abs(lead)} more correct tokens)")
+        return inferred
 
 
 class MTPCandidates(HeadCandidates):

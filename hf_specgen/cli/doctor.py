@@ -155,8 +155,9 @@ def _measure(settings: DoctorSettings, device: str, dtype: torch.dtype, named: l
     report.findings += judge(measured, list(codes), exact=model.dtype == torch.float32)
     for one in named:
         if isinstance(one.candidates, DFlashCandidates):
-            said = "config.json leaves it open; the first texts decided"
-            report.findings += [Finding(one.name, GOOD, found, said) for found in one.candidates.readings(model)]
+            explanation = "config.json leaves it open; the first texts decided"
+            inferred = one.candidates.inferred_settings(model)
+            report.findings += [Finding(one.name, GOOD, setting, explanation) for setting in inferred]
     about = {}
     for name, samples in measured.samples.items():
         speed = measured.speed(name)

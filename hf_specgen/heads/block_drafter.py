@@ -15,17 +15,17 @@ from hf_specgen.heads.block import BlockConfig, BlockHead
 from hf_specgen.heads.drafter import HeadDrafter, padded
 from hf_specgen.heads.head_text import FeatureSource, HeadText
 
-TRIAL_BLOCKS = 8
-"""Blocks of a text that both readings of a head propose."""
+COMPARED_BLOCKS = 8
+"""Blocks of a text that the head proposes with both values of a setting."""
 CLEAR_LEAD = 4
-"""Correct tokens that one reading must have more than the other before it is chosen; a wrong one has almost none."""
+"""Correct tokens that one value must have more than the other before no more are compared; a wrong one has few."""
 
 
 @dataclass
-class ReadingEvidence:
-    """Which of two readings of a file is right, as inferred from texts: shared by all calls with a head."""
+class SettingEvidence:
+    """Which of two values of an ambiguous setting is right, inferred from texts; shared by all calls with a head."""
 
-    lead: int = 0  # how many more correct tokens the second reading has proposed than the first
+    lead: int = 0  # how many more correct tokens the head has proposed with the second value than with the first
 
     @property
     def is_clear(self) -> bool:
@@ -34,20 +34,20 @@ class ReadingEvidence:
 
 
 @dataclass
-class RotationTrial:
-    """The second reading of a head whose file does not say which channels are a pair, and what texts say of both."""
+class RotationChoice:
+    """Chooses the rotation of a head whose config.json does not specify the paired channels, by the first text."""
 
-    other: DraftHead
-    evidence: ReadingEvidence
+    other_head: DraftHead  # the same head with the other rotation
+    evidence: SettingEvidence
 
     def chosen(self, bound: BoundHead, source: FeatureSource, features: torch.Tensor, tokens: list[int]) -> BoundHead:
-        """The better reading, from blocks inside a text: its features, and the token after each of them."""
+        """The head with more correct tokens in blocks of a text, given as features and the token after each of them."""
         first = cast(BlockConfig, bound.head.config).first_proposing_position
-        other = bound.of_head(self.other)
+        other = bound.of_head(self.other_head)
         size = cast(BlockConfig, bound.head.config).block_size
-        ends = [] if self.evidence.is_clear else range(len(tokens) - 1, 0, -size)[:TRIAL_BLOCKS]
-        for end, (reading, sign) in product(ends, ((bound, -1), (other, 1))):
-            output = BlockDrafter(reading, source, 1).run_block([features[:end]], [tokens[:end]], size)[0, first:]
+        ends = [] if self.evidence.is_clear else range(len(tokens) - 1, 0, -size)[:COMPARED_BLOCKS]
+        for end, (candidate, sign) in product(ends, ((bound, -1), (other, 1))):
+            output = BlockDrafter(candidate, source, 1).run_block([features[:end]], [tokens[:end]], size)[0, first:]
             proposed = bound.head.target_ids(bound.logits(output).argmax(dim=-1)).tolist()
             right = [token == known for token, known in zip(proposed, tokens[end:], strict=False)]
             self.evidence.lead += sign * sum(right)
@@ -61,7 +61,7 @@ class BlockDrafter(HeadDrafter):
     """
 
     is_one_pass = True
-    rotation: RotationTrial | None = None
+    rotation: RotationChoice | None = None
     """For a head whose rotation is not configured, until the first text has decided."""
 
     def __init__(self, bound: BoundHead, source: FeatureSource, batch: int):

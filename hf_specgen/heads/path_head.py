@@ -23,7 +23,7 @@ from hf_specgen.device_tree import Frontier
 from hf_specgen.drafter import DepthLogits
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.block import BlockHead
-from hf_specgen.heads.block_drafter import BlockDrafter, ReadingEvidence
+from hf_specgen.heads.block_drafter import BlockDrafter, SettingEvidence
 from hf_specgen.heads.head_text import FeatureSource, HeadText
 
 MAX_CANDIDATES = 2048
@@ -83,7 +83,7 @@ class PathDrafter(BlockDrafter):
         max_candidates: how many tokens of a position can be drafted: those with the highest base logits.
     """
 
-    def __init__(self, bound: BoundHead, source: FeatureSource, batch: int, layout: ReadingEvidence | None = None):
+    def __init__(self, bound: BoundHead, source: FeatureSource, batch: int, layout: SettingEvidence | None = None):
         super().__init__(bound, source, batch)
         self._head = cast(PathHead, bound.head)
         self.layout = layout

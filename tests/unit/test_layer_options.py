@@ -19,7 +19,7 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
 
 from hf_specgen import DFlashCandidates
 from hf_specgen.heads.block import BlockAttention
-from hf_specgen.heads.block_drafter import BlockDrafter, ReadingEvidence, RotationTrial
+from hf_specgen.heads.block_drafter import BlockDrafter, RotationChoice, SettingEvidence
 from hf_specgen.heads.export import export_head, save_head
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.layer_options import rotates_neighbours, with_neighbouring_pairs
@@ -281,7 +281,7 @@ def test_vector_of_the_mask_token_without_a_dictionary(shape: tuple[int, ...], t
 @pytest.mark.parametrize("is_other", [False, True])
 @torch.no_grad()
 def test_rotation_that_a_file_leaves_open_is_decided_by_the_first_text(is_other: bool) -> None:
-    """The text after each block is what one reading proposes: would catch the other one, or a text read in halves."""
+    """After each block is what the head proposes with one rotation. Would catch: another one, or half a text."""
     fixture = FIXTURES[ZLAB]
     bound = load_head(fixture.head_folder).bind(fixture.target)
     other = with_neighbouring_pairs(bound.head)
@@ -295,8 +295,8 @@ def test_rotation_that_a_file_leaves_open_is_decided_by_the_first_text(is_other:
         output = drafter.run_block([features[: len(tokens)]], [tokens], config.block_size)[0, 1:]
         tokens = [*tokens, *bound.logits(output).argmax(dim=-1).tolist(), 5]
     drafter = BlockDrafter(bound, source, 1)
-    evidence = ReadingEvidence()
-    drafter.rotation = RotationTrial(other, evidence)
+    evidence = SettingEvidence()
+    drafter.rotation = RotationChoice(other, evidence)
     drafter.run_block([features], [tokens[: len(features)]], config.block_size)
     assert evidence.is_clear and (evidence.lead > 0) == is_other
     assert (drafter.bound.head is other) == is_other and drafter.rotation is None
@@ -322,10 +322,10 @@ def test_rotation_of_targets(name: str, expected: bool) -> None:
 
 
 def test_head_of_a_target_with_neighbouring_pairs_same_tokens() -> None:
-    """Both readings are tried in a call, and doctor's sentence says which one stays."""
+    """Both rotations are tried in a call, and doctor's sentence says which one stays."""
     target = tiny_model("glm4")
     head: Any = random_head("dflash", target, Random(1))
     head.config = replace(head.config, pairs_undecided=True)
     candidates = DFlashCandidates(head, k=3)
     assert_same_tokens(target, prompts(2), candidates, max_new_tokens=8)
-    assert all("rotated" in found for found in candidates.readings(target))
+    assert all("rotated" in setting for setting in candidates.inferred_settings(target))
