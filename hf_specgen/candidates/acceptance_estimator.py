@@ -20,11 +20,11 @@ STATES = 6  # states of tokens; in the last one p is at least 1 - 2^-5
 START = STATES  # the state before the first level of a draft
 
 
-class DraftLevels:
-    """What the host has read of the levels of one draft: how probable each level is, if the level before is accepted.
+class LevelProbabilities:
+    """The acceptance probabilities of the levels of one draft, each given that the level before is accepted.
 
     Example:
-        >>> levels = DraftLevels()
+        >>> levels = LevelProbabilities()
         >>> levels.add(1, np.array([[0.5, 0.75]]), np.array([0.9])).tolist()  # of two nodes that could be expanded
         [[0.5, 0.75]]
         >>> levels.expanded_width = 2
@@ -35,40 +35,41 @@ class DraftLevels:
     def __init__(self) -> None:
         # Nodes of each row that were expanded after the last added level, in each pass; set by the caller.
         self.expanded_width = 1
-        self._level = 0
-        self._reached: Floats = np.ones((1, 1))
-        self._conditional: list[Floats] = []
-        self._conditional_of_all: list[Floats] = []
+        self._depth = 0
+        self._cumulative: Floats = np.ones((1, 1))
+        # Of each level `[rows]` the probability of the nodes to expand, and of all expandable candidates.
+        self._expanded: list[Floats] = []
+        self._candidates: list[Floats] = []
 
-    def add(self, level: int, reached: Floats, of_all: Floats) -> Floats:
-        """Add all levels since the last call, up to the depth `level`.
+    def add(self, depth: int, cumulative: Floats, total: Floats) -> Floats:
+        """Add all levels since the last call, up to this depth.
 
         Each of these n levels gets the n-th root of the conditional probability over all of them.
 
         Args:
-            reached: `[rows, widths]` the probability that one of its first 1, 2, … nodes to expand is accepted.
-            of_all: `[rows]` the probability that one of its expandable candidates is accepted.
+            cumulative: `[rows, widths]` the probability that one of the first 1, 2, … nodes to expand at this depth is
+                accepted.
+            total: `[rows]` the probability that one of all expandable candidates at this depth is accepted.
 
         Returns:
-            `[rows, widths]` the n-th roots of the probabilities `reached`, given that one of the nodes that were
+            `[rows, widths]` the n-th roots of the probabilities `cumulative`, given that one of the nodes that were
             expanded after the last added level is accepted.
         """
-        before = np.maximum(_column(self._reached, self.expanded_width), 1e-30)  # so that quotients are finite
-        levels = level - self._level  # added now; each gets the geometric mean
-        conditional = np.minimum(1.0, reached / before[:, None]) ** (1 / levels)
-        self._conditional += [_column(conditional, self.expanded_width)] * levels
-        self._conditional_of_all += [np.minimum(1.0, of_all / before) ** (1 / levels)] * levels
-        self._level = level
-        self._reached = reached
+        before = np.maximum(_column(self._cumulative, self.expanded_width), 1e-30)  # so that quotients are finite
+        levels = depth - self._depth  # added now; each gets the geometric mean
+        conditional = np.minimum(1.0, cumulative / before[:, None]) ** (1 / levels)
+        self._expanded += [_column(conditional, self.expanded_width)] * levels
+        self._candidates += [np.minimum(1.0, total / before) ** (1 / levels)] * levels
+        self._depth = depth
+        self._cumulative = cumulative
         return conditional
 
     def rows(self) -> Iterator[tuple[list[float], list[float]]]:
         """For each row the probabilities of its levels, of the nodes to expand and of all expandable candidates."""
-        for expanded, of_all in zip(
-            zip(*self._conditional, strict=True), zip(*self._conditional_of_all, strict=True), strict=True
-        ):
+        columns = zip(*self._expanded, strict=True), zip(*self._candidates, strict=True)
+        for expanded, candidates in zip(*columns, strict=True):
             levels = np.count_nonzero(expanded)  # a row that has reached its maximum depth expands no more
-            yield list(expanded[:levels]), list(of_all[:levels])
+            yield list(expanded[:levels]), list(candidates[:levels])
 
 
 class AcceptanceEstimator:
@@ -78,7 +79,7 @@ class AcceptanceEstimator:
         >>> estimator = AcceptanceEstimator()
         >>> [round(float(value), 1) for value in estimator.expected([0.99, 0.4], 8)[0, -1]]  # in up to 8 levels
         [4.2, 2.1]
-        >>> draft = DraftLevels()
+        >>> draft = LevelProbabilities()
         >>> for level, path in enumerate([0.99, 0.4], start=1):  # a certain token is followed by a doubtful one
         ...     _ = draft.add(level, np.array([[path]]), np.array([path]))
         >>> for _ in range(20):
@@ -93,11 +94,11 @@ class AcceptanceEstimator:
         middles = 1 - 0.75 * 0.5**following  # of the probabilities of these states
         self._prior = np.zeros((1 + STATES, 1 + STATES))
         self._prior[range(1 + STATES), following] = middles
-        self._prior_of_all = 1 - (1 - middles) ** 2  # as if the token had two independent candidates
+        self._prior_of_candidates = 1 - (1 - middles) ** 2  # as if the token had two independent candidates
         # By state s and the state t after it: how often t followed s, and the sum of the probabilities of these tokens.
         self._counts = np.zeros_like(self._prior)
         self._sums = np.zeros_like(self._prior)
-        self._sums_of_all = np.zeros(1 + STATES)  # [s] of the probabilities that one of the candidates is accepted
+        self._sums_of_candidates = np.zeros(1 + STATES)  # [s] of the probabilities that one candidate is accepted
         self._expected_by_state: Floats | None = None  # see `_of_states`
         # Accepted draft tokens, and the sum of the path probabilities of all of them; each with a prior of 2.
         self._accepted_tokens = 2.0
@@ -115,19 +116,19 @@ class AcceptanceEstimator:
         self._accepted_tokens = 2 + FORGETTING * (self._accepted_tokens - 2) + accepted
         self._expected_tokens = 2 + FORGETTING * (self._expected_tokens - 2) + expected
 
-    def record_levels(self, draft: DraftLevels) -> None:
+    def record_levels(self, levels: LevelProbabilities) -> None:
         """Record the levels of a draft; without levels, earlier drafts keep their weight."""
-        rows = [row for row in draft.rows() if row[0]]
+        rows = [row for row in levels.rows() if row[0]]
         if not rows:
             return
         self._counts *= FORGETTING
         self._sums *= FORGETTING
-        self._sums_of_all *= FORGETTING
-        for expanded, of_all in rows:
+        self._sums_of_candidates *= FORGETTING
+        for expanded, candidates in rows:
             states = [START, *_states(expanded)]
             np.add.at(self._counts, (states[:-1], states[1:]), 1.0)
             np.add.at(self._sums, (states[:-1], states[1:]), expanded)
-            np.add.at(self._sums_of_all, states[:-1], of_all)
+            np.add.at(self._sums_of_candidates, states[:-1], candidates)
         self._expected_by_state = None
 
     def expected(self, probability: ArrayLike, levels: int) -> Floats:
@@ -163,8 +164,8 @@ class AcceptanceEstimator:
         if self._expected_by_state is not None and self._expected_by_state.shape[1] >= levels:
             return self._expected_by_state
         power = self.transitions  # of as many levels as `accepted` has
-        of_all = self._means(self._prior_of_all, self._sums_of_all)
-        accepted = np.stack([power.sum(axis=1), of_all])[:, None]  # [2, n - 1, s] that the n-th token is accepted
+        candidates = self._means(self._prior_of_candidates, self._sums_of_candidates)
+        accepted = np.stack([power.sum(axis=1), candidates])[:, None]  # [2, n - 1, s] that the n-th token is accepted
         while accepted.shape[1] < levels:
             accepted = np.concatenate([accepted, accepted @ power.T], axis=1)
             power = power @ power

@@ -20,7 +20,7 @@ from hf_specgen.candidates.base import vocabulary_size
 from hf_specgen.candidates.captured_levels import CandidateProposer, CapturedLevelsOutput, add_captured_levels
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.tree_builder import TreeBuilder
-from hf_specgen.candidates.tree_size import ExpansionPlan, tree_sizer, verifies_expanded
+from hf_specgen.candidates.tree_size import ExpansionPlan, must_verify_expanded, tree_sizer
 from hf_specgen.drafter import Drafter, T
 from hf_specgen.targets.passes import CapturablePasses
 from hf_specgen.tree import DraftTree
@@ -171,7 +171,7 @@ class LevelDraft(Generic[T]):
         """The nodes that are verified, with q for rejection sampling."""
         builder = self.builder
         nodes = self._sizer.num_verified_of_builder(builder)
-        if verifies_expanded(self._batch, self._drafter):
+        if must_verify_expanded(self._batch, self._drafter):
             nodes = max(nodes, builder.num_expanded)
             draft, parents = builder.best_with_expanded(nodes, self._drafter.expanded_nodes_first)
             if self._batch.wants_q and draft.nodes:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_specgen.candidates.acceptance_estimator import AcceptanceEstimator, DraftLevels
+from hf_specgen.candidates.acceptance_estimator import AcceptanceEstimator, LevelProbabilities
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.tree_builder import ProbabilitySnapshot, TreeBuilder
 from hf_specgen.depth.latency import CostCurve, DraftLatency, StepLatency, fastest
@@ -188,7 +188,7 @@ class FastestTreeSizer(TreeSizer):
     ):
         super().__init__(MAX_NODES, self._max_children)
         self._estimator = estimator or AcceptanceEstimator()
-        self._levels = DraftLevels()
+        self._levels = LevelProbabilities()
         self._verifies_expanded = verifies_expanded
         self._rows = rows
         self._num_active_rows = max(rows, num_active_rows)
@@ -245,13 +245,13 @@ class FastestTreeSizer(TreeSizer):
         """
         most = max(0, min(len(self._pass_seconds), self.max_nodes - builder.num_expanded))
         expansion_probability = snapshot.expansion_probability[:, :most]
-        widths = int(np.count_nonzero(expansion_probability.sum(axis=0)))  # so many candidates of some row
+        widths = int(np.count_nonzero(expansion_probability.sum(axis=0)))  # the most candidates that a row may expand
         if not widths or not snapshot.may_improve(self.max_nodes):
             return 0
         # `[rows, widths]` the probability that one of the nodes of each width is accepted; then the same, given that
         # one of the nodes expanded before is.
-        reached = expansion_probability[:, :widths].cumsum(axis=1)
-        conditional = self._levels.add(builder.num_levels, reached, snapshot.expansion_probability.sum(axis=1))
+        cumulative = expansion_probability[:, :widths].cumsum(axis=1)
+        conditional = self._levels.add(builder.num_levels, cumulative, snapshot.expansion_probability.sum(axis=1))
         # Without a further pass: tokens and seconds of the step if 0, 1, … of the present nodes are verified.
         probability = self._estimator.scaled(snapshot.probability[:, : self.max_nodes]).sum(axis=0)
         tokens = np.concatenate([[self._num_active_rows], probability]).cumsum()
@@ -259,7 +259,7 @@ class FastestTreeSizer(TreeSizer):
         verified = fastest(tokens, seconds)
         # If further passes follow, at least as many present nodes count as verified as one path has.
         verified_if_extended = min(max(verified, builder.num_levels), len(tokens) - 1)
-        gains, seconds_ahead = self._further_levels(builder, verified_if_extended, reached, conditional)
+        gains, seconds_ahead = self._further_levels(builder, verified_if_extended, cumulative, conditional)
         # Choice 0 is no further pass, choice 1 + i the i-th of `[2, levels, widths]`, whose last axis is the width.
         all_tokens = np.append(tokens[verified], tokens[verified_if_extended] + gains)
         all_seconds = np.append(seconds[verified], seconds_ahead)
@@ -267,7 +267,7 @@ class FastestTreeSizer(TreeSizer):
         return 1 + (choice - 1) % widths if choice else 0
 
     def _further_levels(
-        self, builder: TreeBuilder, num_present: int, reached: Floats, conditional: Floats
+        self, builder: TreeBuilder, num_present: int, cumulative: Floats, conditional: Floats
     ) -> tuple[Floats, Floats]:
         """Expected tokens of 1, 2, … further levels, and seconds of the step with them: `[2, levels, widths]` each.
 
@@ -275,11 +275,11 @@ class FastestTreeSizer(TreeSizer):
         nodes of the present levels are verified in both cases. All numbers of levels are compared, as the second draft
         token may cost far less than the first one, and a run of certain tokens is faster only as a whole.
         """
-        widths = np.arange(1, 1 + reached.shape[1])
+        widths = np.arange(1, 1 + cumulative.shape[1])
         levels = np.arange(1, 1 + max(1, max(builder.max_depths) - builder.num_levels))[:, None]
         # [2, levels, rows, widths] if a node is accepted
         expected_below = self._estimator.expected(conditional, len(levels))
-        gains = (expected_below * self._estimator.scaled(reached)).sum(axis=2)
+        gains = (expected_below * self._estimator.scaled(cumulative)).sum(axis=2)
         expanded = levels * widths
         nodes = np.minimum(num_present + np.stack([expanded, builder.children * expanded]), self.max_nodes)
         seconds = self._target_seconds[nodes] + self._draft_seconds + levels * self._pass_seconds[: len(widths)]
@@ -380,12 +380,12 @@ def tree_sizer(
     if drafter is not None and (tokens := drafter.single_pass_tokens):  # further levels of the draft take no time
         step = step._replace(draft=DraftLatency(overhead=step.draft.draft_seconds([rows * tokens])))
     sizer = FastestChainSizer if is_chain else FastestTreeSizer
-    all_expanded = drafter is not None and verifies_expanded(batch, drafter)
-    return sizer(step, rows, pass_rows, num_active_rows, pads_passes, estimator, all_expanded)
+    verifies_expanded = drafter is not None and must_verify_expanded(batch, drafter)
+    return sizer(step, rows, pass_rows, num_active_rows, pads_passes, estimator, verifies_expanded)
 
 
-def verifies_expanded(batch: DraftBatch, drafter: Drafter[Any]) -> bool:
-    """Whether all nodes that a pass of the drafter has run on are verified.
+def must_verify_expanded(batch: DraftBatch, drafter: Drafter[Any]) -> bool:
+    """Whether the target has to verify all nodes that a pass of the drafter has expanded.
 
     In rejection sampling a node must not be left out because of its token, nor because of what follows it.
     """

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from hf_specgen.candidates.acceptance_estimator import START, STATES, AcceptanceEstimator, DraftLevels
+from hf_specgen.candidates.acceptance_estimator import START, STATES, AcceptanceEstimator, LevelProbabilities
 from hf_specgen.candidates.tree_builder import TreeBuilder
 from hf_specgen.candidates.tree_size import FastestTreeSizer
 from hf_specgen.depth import CostCurve, LatencyModel
 
 
-def draft_of(*rows: list[float]) -> DraftLevels:
+def draft_of(*rows: list[float]) -> LevelProbabilities:
     """The levels of chains with these probabilities of each token after the one before."""
-    draft = DraftLevels()
+    draft = LevelProbabilities()
     paths = [np.cumprod(row) for row in rows]
     for level in range(max(map(len, rows))):
-        reached = np.array([path[level] if level < len(path) else 0.0 for path in paths])
-        draft.add(1 + level, reached[:, None], reached)
+        probability = np.array([path[level] if level < len(path) else 0.0 for path in paths])
+        draft.add(1 + level, probability[:, None], probability)
     return draft
 
 
@@ -61,7 +61,7 @@ def test_draft_without_levels_leaves_the_estimates() -> None:
         estimator.record_levels(draft_of([0.99, 0.4]))
     before = estimator.transitions
     for _ in range(100):
-        estimator.record_levels(DraftLevels())
+        estimator.record_levels(LevelProbabilities())
         estimator.record_levels(draft_of([0.0]))  # of a row that has ended
     assert np.array_equal(estimator.transitions, before)
 
