@@ -35,7 +35,7 @@ from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, CopyS
 from hf_specgen.depth import Policy
 from hf_specgen.heads.source import first_line
 from hf_specgen.verification import VerificationResult
-from hf_specgen.verification.result import verified_nodes
+from hf_specgen.verification.result import tested_nodes
 
 MAX_DEPTH = 64  # maximum depth of k="auto": matches of dozens of tokens are accepted as a whole where a text is edited
 MEAN_LENGTHS = (1, 2.5, 5.5, 11, 22, 44, 64)
@@ -379,7 +379,7 @@ def outcomes(
     """What `MatchOdds.observe` learns from a verified tree: each node counts for its voter with the largest odds."""
     depths: dict[int, int] = {-1: 0}
     found: list[tuple[int, float, bool]] = []
-    for node, accepted in verified_nodes(tree.tokens, tree.parents, emitted):
+    for node, accepted in tested_nodes(tree.tokens, tree.parents, emitted):
         parent = tree.parents[node]
         depth = depths[parent]
         depths[node] = depth + 1

@@ -103,11 +103,11 @@ def accepted_path(tokens: Sequence[int], parents: Parents, chosen: Sequence[int]
     return path, emitted
 
 
-def verified_nodes(tokens: Sequence[int], parents: Sequence[int], emitted: Sequence[int]) -> list[tuple[int, bool]]:
-    """The nodes that were accepted or rejected: the children of the last token and of accepted nodes."""
+def tested_nodes(tokens: Sequence[int], parents: Sequence[int], emitted: Sequence[int]) -> list[tuple[int, bool]]:
+    """The nodes whose acceptance was tested, the children of the last token and of accepted nodes, and the outcomes."""
     path = path_of_tokens(tokens, parents, emitted)
-    verified = [-1, *path][: len(emitted)]  # nothing follows the last token
-    return [(node, node in path) for node, parent in enumerate(parents) if parent in verified]
+    accepted = [-1, *path][: len(emitted)]  # nothing follows the last token
+    return [(node, node in path) for node, parent in enumerate(parents) if parent in accepted]
 
 
 @dataclass(frozen=True)
