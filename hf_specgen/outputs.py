@@ -147,7 +147,7 @@ class OutputCollector:
         has_padding = state.pad_id is not None and any(state.stopped)
         if has_padding and "scores" in self._kept and self.criteria.needs_scores:
             self._process_padding()
-        stops = self.criteria.stops(self.emitted_positions)
+        stops = self.criteria.check_emitted(self.emitted_positions)
         tokens = [text[position] if position < len(text) else state.pad_id for text in state.generated]
         if self._streamer is not None:
             self.stream(torch.tensor(tokens))

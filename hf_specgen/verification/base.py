@@ -239,7 +239,7 @@ class VerificationSession(ABC):
                         must_stop |= bool(self.processors.lockstep) and not has_ended
                 scores_by_position.append(processed)
                 if early_criteria and not any(INVALID in tokens for tokens in emitted.values()):
-                    must_stop |= early_criteria.would_stop(1 + index, scores_by_position)
+                    must_stop |= early_criteria.check_chosen(1 + index, scores_by_position)
         return ChosenPaths({row: (paths[row], emitted[row]) for row in paths}, scores, logits_of)
 
     def _token_indices(self, tree: DraftTree, active: Sequence[bool]) -> list[list[int]]:

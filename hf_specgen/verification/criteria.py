@@ -43,17 +43,18 @@ class CustomCriteria:
     def __bool__(self) -> bool:
         return bool(self._criteria)
 
-    def would_stop(self, positions: int, chosen_scores: Sequence[torch.Tensor]) -> bool:
-        """Whether a row that has not stopped would stop after so many positions, the last ones not emitted yet.
+    def check_chosen(self, positions: int, chosen_scores: Sequence[torch.Tensor]) -> bool:
+        """Call the criteria for the first `positions` generated positions; returns whether a further row stops there.
 
-        `chosen_scores` are those of the positions that are not emitted yet, whose tokens verification has chosen.
+        The last ones are chosen but not emitted yet; `chosen_scores` are theirs. `check_emitted` returns the results
+        later, without another call.
         """
         stops = self._call(positions, chosen_scores)
         self._early_stops[positions] = stops
         return any(stop and not stopped for stop, stopped in zip(stops, self._state.stopped, strict=True))
 
-    def stops(self, positions: int) -> list[bool]:
-        """Whether each row stops after so many emitted positions."""
+    def check_emitted(self, positions: int) -> list[bool]:
+        """Whether each row stops after `positions` emitted positions, as its criteria or `check_chosen` decided."""
         stops = self._early_stops.pop(positions, None)
         return self._call(positions) if stops is None else stops
 

@@ -108,10 +108,11 @@ class _ExactSession(VerificationSession):
 
 
 class ReusedNoiseSession(_ExactSession):
-    """Samples with the noise of earlier answers to the same prompts, which are the predicted tokens, or with new noise.
+    """Rejection sampling with a history: samples with the noise of earlier answers to the same prompts, or new noise.
 
-    A row takes the seed of an answer that other weights have sampled; no two rows take the same one. So rows are
-    independent of each other, and of everything that these weights have sampled; they depend on the earlier answers.
+    These answers are the predicted tokens. A row takes the seed of an answer that other weights have sampled; no two
+    rows take the same one. So rows are independent of each other, and of everything that these weights have sampled;
+    they depend on the earlier answers.
     """
 
     def __init__(self, call: Call, seeds: NoiseSeeds):
