@@ -263,8 +263,8 @@ class DeviceTree(DraftTree):
             return copy.numpy(), []
         flat = self._values.flatten(1)
         size = flat.shape[1]
-        packed = (flat if chosen is None else torch.cat([flat, chosen], dim=1)).cpu().numpy()
-        return packed[:, :size].reshape(self._values.shape), packed[:, size:].astype(int).tolist()
+        joined = (flat if chosen is None else torch.cat([flat, chosen], dim=1)).cpu().numpy()
+        return joined[:, :size].reshape(self._values.shape), joined[:, size:].astype(int).tolist()
 
 
 PassTree = DraftTree | Frontier

@@ -51,13 +51,13 @@ class _MatcherState(GrammarState):
         words = (self._vocab + 31) // 32
         if hasattr(self._matcher, "compute_bitmask"):
             stopped = self._matcher.is_stopped()
-            packed = np.frombuffer(bytes(4 * words) if stopped else self._matcher.compute_bitmask(), np.uint8)
+            bitmask = np.frombuffer(bytes(4 * words) if stopped else self._matcher.compute_bitmask(), np.uint8)
         else:
             bits = np.full((1, words), 0 if self._matcher.is_terminated() else -1, np.int32)
             if bits[0, 0]:
                 self._matcher.fill_next_token_bitmask(bits, 0)
-            packed = bits.view(np.uint8)[0]
-        return np.unpackbits(packed, bitorder="little")[: self._vocab].astype(bool)
+            bitmask = bits.view(np.uint8)[0]
+        return np.unpackbits(bitmask, bitorder="little")[: self._vocab].astype(bool)
 
     def after(self, token: int) -> GrammarState:
         if hasattr(self._matcher, "deep_copy"):

@@ -231,25 +231,25 @@ def encoded(rows: Any, chat: ChatFormat, max_length: int, packing: bool = False)
     with deferred_signals() as raise_if_received:
         result = rows.map(encode, with_indices=True, batched=True, remove_columns=list(next(iter(rows))))
         if packing:
-            result = result.map(lambda columns: _packed(columns, max_length), batched=True)
+            result = result.map(lambda columns: _packed_rows(columns, max_length), batched=True)
     if next(iter(result), None) is None:
         raise ValueError(f"no conversation has an answer within max_length={max_length} tokens")
     return result
 
 
-def _packed(columns: dict[str, list[Any]], max_length: int) -> dict[str, list[Any]]:
+def _packed_rows(columns: dict[str, list[Any]], max_length: int) -> dict[str, list[Any]]:
     """Conversations, longest first, each in the first row with space; positions begin again with each of them."""
-    packs: list[Row] = []
+    packed_rows: list[Row] = []
     for place in sorted(range(len(columns["length"])), key=lambda place: -columns["length"][place]):
         length = columns["length"][place]
-        pack = next((pack for pack in packs if pack["length"] + length <= max_length), None)
-        if pack is None:
-            packs.append(pack := {"input_ids": [], "labels": [], "length": 0, "position_ids": []})
-        pack["input_ids"] += columns["input_ids"][place]
-        pack["labels"] += columns["labels"][place]
-        pack["position_ids"] += range(length)
-        pack["length"] += length
-    return {name: [pack[name] for pack in packs] for name in ("input_ids", "labels", "length", "position_ids")}
+        row = next((row for row in packed_rows if row["length"] + length <= max_length), None)
+        if row is None:
+            packed_rows.append(row := {"input_ids": [], "labels": [], "length": 0, "position_ids": []})
+        row["input_ids"] += columns["input_ids"][place]
+        row["labels"] += columns["labels"][place]
+        row["position_ids"] += range(length)
+        row["length"] += length
+    return {name: [row[name] for row in packed_rows] for name in ("input_ids", "labels", "length", "position_ids")}
 
 
 def collate(rows: Sequence[Row], pad_token_id: int = 0) -> Batch:

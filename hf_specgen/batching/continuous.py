@@ -37,7 +37,7 @@ def _raise(reason: str) -> None:
 
 
 @dataclass
-class PackedRun:
+class ContinuousBatchingRun:
     """Settings and callbacks of a `generate_batch` call, or of an attached strategy, for the managers made in it."""
 
     settings: Settings | None  # as the user gave them; None to run plainly
@@ -48,7 +48,7 @@ class PackedRun:
     refusals: list[str] | None = None  # receives why requests fail that the strategy refuses; None: they run plainly
 
 
-_run: ContextVar[PackedRun | None] = ContextVar("hf_specgen_packed_run", default=None)
+_run: ContextVar[ContinuousBatchingRun | None] = ContextVar("hf_specgen_continuous_batching_run", default=None)
 """The run of the `generate_batch` call of this thread."""
 
 
@@ -83,16 +83,17 @@ def generate_batch(
     return results
 
 
-def _run_of(kwargs: dict[str, Any], attachment: Any) -> PackedRun:
-    """The `PackedRun` of a call: by its keywords of this package, which are removed, or by the attached strategy."""
+def _run_of(kwargs: dict[str, Any], attachment: Any) -> ContinuousBatchingRun:
+    """The run of a call: by its keywords of this package, which are removed, or by the attached strategy."""
     if "candidate_generator" in kwargs:
         candidates = kwargs.pop("candidate_generator")
         keywords = settings_in(kwargs)
-        return PackedRun(None if candidates is None else Settings.parse(candidates, **keywords))
+        return ContinuousBatchingRun(None if candidates is None else Settings.parse(candidates, **keywords))
     if attachment is None:
-        return PackedRun(None)
+        return ContinuousBatchingRun(None)
     settings = attachment.settings.updated(**settings_in(kwargs))
-    return PackedRun(settings, attachment.add, attachment.report_plain, refusals=[] if attachment.strict else None)
+    refusals: list[str] | None = [] if attachment.strict else None
+    return ContinuousBatchingRun(settings, attachment.add, attachment.report_plain, refusals=refusals)
 
 
 def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: dict[str, Any], attachment: Any) -> Any:
@@ -112,7 +113,7 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
             run.is_plain = True
             settings = None
         else:
-            policy = _packed_policy(settings.policy, compat.unwrapped(model))
+            policy = _packed_step_policy(settings.policy, compat.unwrapped(model))
             settings = replace(settings, policy=policy, compile=False)
             arguments["continuous_batching_config"] = config
     manager = original(model, **arguments)
@@ -124,7 +125,7 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
     return manager
 
 
-def _packed_policy(policy: Policy, model: Any) -> Policy:
+def _packed_step_policy(policy: Policy, model: Any) -> Policy:
     """The policy for packed steps: with T(q), the time of a pass over q tokens, of the model with unpaged attention.
 
     A packed step also takes time for scheduling, however many tokens it has. As T(q) leaves it out, a draft token seems
@@ -142,7 +143,8 @@ def _reason(settings: Settings, model: Any, generation_config: Any, config: Cont
     # Transformers returns a manager that it kept, whose config then applies instead of the one passed here.
     cached = transformers_batching.cached_manager(model)
     in_use = config if cached is None else cached.continuous_batching_config
-    processors = transformers_batching.packed_processors(model, generation_config or model.generation_config, in_use)
+    generation_config = generation_config or model.generation_config
+    processors = transformers_batching.packed_step_processors(model, generation_config, in_use)
     return next(_reasons(settings, model, in_use, processors), "")
 
 

@@ -1,7 +1,7 @@
 """A request of continuous batching: a call of its own, whose tokens are processed in packed steps of all requests.
 
 `Request` has the `DecodingSteps` of a `generate` call with one row. In place of a `Target` and an `OutputCollector`
-they get a `PackedTarget` and `RequestOutputs`: passes and cache are those of Transformers, which returns the tokens.
+they get a `RequestTarget` and `RequestOutputs`: passes and cache are those of Transformers, which returns the tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RequestContext:
     verifies_chains_only: bool  # whether the attention takes no mask
 
 
-class PackedTarget:
+class RequestTarget:
     """The target as the steps and the drafter of one request see it: a `DecodingTarget` whose passes are packed steps.
 
     The cache is that of Transformers, which `PackedSteps` rolls back. The hidden states and the accepted path of each
@@ -155,7 +155,7 @@ class Request:
         # The maximum length of the whole text, also after an eviction: `initial_tokens` then includes the generated
         # tokens, and `max_new_tokens` is reduced by their number.
         limit = UNLIMITED if state.max_new_tokens is None else len(state.initial_tokens) + state.max_new_tokens
-        self.target = PackedTarget(context, prompt)
+        self.target = RequestTarget(context, prompt)
         self.tree = DraftTree.empty(1)
         ids = torch.tensor([tokens[:prompt]], device=self.target.device)
         generation = GenerationState(ids, None, transformers_batching.end_tokens(state), limit)

@@ -190,7 +190,7 @@ def unpaged_attention(model: Any) -> Iterator[None]:
         model.set_attn_implementation(paged)
 
 
-def packed_processors(model: Any, config: GenerationConfig, batching: Any) -> list[Any]:
+def packed_step_processors(model: Any, config: GenerationConfig, batching: Any) -> list[Any]:
     """The logits processors that continuous batching applies to packed steps."""
     processors = cb_logits_processors.ContinuousBatchingLogitsProcessorList(
         compat.logits_processors(model, config),

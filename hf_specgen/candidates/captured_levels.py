@@ -235,7 +235,7 @@ def add_captured_levels(
     output = capturable.graphs.run(function, inputs, capturable.cache, new_slots, fallback=lambda: None)
     if output is None:
         return None
-    builder.add_packed(output.levels, output.selection)
+    builder.add_packed_levels(output.levels, output.selection)
     # Of new text the cache keeps the tokens, and not the padding.
     rows = zip(lengths, text_counts, strict=True)
     capturable.cache.set_lengths([length + count + num_passes * width for length, count in rows])

@@ -2,10 +2,10 @@
 
     interface         what it gives                     what implements it
     RowState          prompts and generated tokens      GenerationState, SharedRowState
-    TargetView        hidden states, sizes of passes    Target, PackedTarget, SharedTargets
+    TargetView        hidden states, sizes of passes    Target, RequestTarget, SharedTargets
     DraftSampling     noise of draft tokens             VerificationSession, SharedSampling
 
-A session of one call reads the first class of each row. `PackedTarget` is the target of a request of continuous
+A session of one call reads the first class of each row. `RequestTarget` is the target of a request of continuous
 batching. The shared classes stand for those of several calls that draft together, see `hf_specgen.batching`.
 """
 

@@ -98,8 +98,8 @@ class TreeBuilder:
         self._expansions: list[Expansion] = []  # the n-th one comes before level n + 1
         self._widths: tuple[int, ...] = ()  # of the expansions
         self._ancestors = Ancestors(len(self.max_depths), 1, last_tokens.device)  # of the last frontier
-        self._level_tensors: list[LevelTensors] = []  # the first `_num_packed` levels, packed
-        self._num_packed = 0
+        self._level_tensors: list[LevelTensors] = []  # the first `_num_packed_levels` levels, packed
+        self._num_packed_levels = 0
         # The best nodes, if a captured function has made the last levels, and their values once the host has read them.
         self._selection: NodeSelection | None = None
         self._host_values: Floats | None = None
@@ -182,7 +182,7 @@ class TreeBuilder:
 
     def pack_levels(self) -> tuple[LevelTensors, ...]:
         """Pack the levels that are not packed yet into one more `LevelTensors`; returns those of all levels."""
-        first = self._num_packed  # the index of the first level that is not packed
+        first = self._num_packed_levels  # the index of the first level that is not packed
         if first < len(self._levels):
             # `_levels[i]` comes after `_expansions[i - 1]`, and `_levels[0]` after none.
             first_expansion = max(0, first - 1)
@@ -190,7 +190,7 @@ class TreeBuilder:
             expansions = self._expansions[first_expansion:]
             ancestors = self._ancestors.matrix if self._widths else None
             self._level_tensors.append(LevelTensors.pack(levels, expansions, self._expansion_scores, ancestors))
-            self._num_packed = len(self._levels)
+            self._num_packed_levels = len(self._levels)
         return tuple(self._level_tensors)
 
     @classmethod
@@ -206,10 +206,10 @@ class TreeBuilder:
         builder = cls([0] * len(last_tokens), children, last_tokens, depths_on_device)  # host depths are not used
         builder._constants_of_end = final_constants
         for tensors in level_tensors:
-            builder.add_packed(tensors)
+            builder.add_packed_levels(tensors)
         return builder
 
-    def add_packed(self, tensors: LevelTensors, selection: NodeSelection | None = None) -> None:
+    def add_packed_levels(self, tensors: LevelTensors, selection: NodeSelection | None = None) -> None:
         """Add levels that `pack_levels` of another builder has returned, as in a captured function.
 
         Args:
@@ -229,7 +229,7 @@ class TreeBuilder:
         self._selection = selection
         self._host_values = None
         self._level_tensors.append(tensors)  # these levels are packed already
-        self._num_packed = len(self._levels)
+        self._num_packed_levels = len(self._levels)
 
     def padded_selection(self, nodes: int) -> NodeSelection:
         """Select the best nodes, at most so many, padded to the width of a captured pass; with the expansion scores."""

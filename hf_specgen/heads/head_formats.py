@@ -156,13 +156,13 @@ def read_head(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Draft
         return found.load(HeadFile(checkpoint, dtype, found.keys))
 
 
-PACKED = re.compile(r"\._?weight_(packed|qdata)$")
+PACKED_WEIGHT = re.compile(r"\._?weight_(packed|qdata)$")
 
 
 def head_format(checkpoint: Checkpoint) -> Format:
     """The format of a checkpoint, by its config and the names of its tensors."""
     check_supported(checkpoint)
-    plain = {PACKED.sub(".weight", name): info for name, info in checkpoint.tensors.items()}
+    plain = {PACKED_WEIGHT.sub(".weight", name): info for name, info in checkpoint.tensors.items()}
     file = HeadFile(checkpoint._replace(tensors=plain))
     for candidate in FORMATS:
         if candidate.recognises(file) if file.kind is None else candidate.kind == file.kind:

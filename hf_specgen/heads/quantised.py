@@ -164,9 +164,9 @@ def _compressed_tensors(config: Fields, name: str, parts: Mapping[str, TensorInf
         if bits not in (2, 4, 8):
             raise ValueError(f"quantization_config.num_bits must be 2, 4 or 8 with {layout}, got {bits}")
         packed, scale, shape = _parts(name, parts, "_packed", "_scale", "_shape", optional=("_zero_point",))
-        weight = _unpacked(packed, shape, bits)
+        weight = _unpacked_weight(packed, shape, bits)
         if zero is not None and zero.dtype == torch.int32:
-            zero = _unpacked_rows(zero, weight.shape[0], bits)
+            zero = _unpacked_zero_points(zero, weight.shape[0], bits)
     elif layout in ("float-quantized", "int-quantized", "naive-quantized"):
         weight, scale = _parts(name, parts, "", "_scale", optional=("_zero_point",))
         if weight.dtype not in (torch.int8, torch.float8_e4m3fn):
@@ -265,7 +265,7 @@ def _scaled(
     return TensorInfo(weight.name, weight.shape, dtype, weight.file, read)
 
 
-def _unpacked(packed: TensorInfo, shape: TensorInfo, bits: int) -> TensorInfo:
+def _unpacked_weight(packed: TensorInfo, shape: TensorInfo, bits: int) -> TensorInfo:
     """Integers around 0 of which each int32 of the file holds several, the first one in the lowest bits."""
     sizes = shape.read()
     numbers = [*packed.shape[:-1], packed.shape[-1] * (32 // bits)] if sizes.is_meta else sizes.flatten().tolist()
@@ -276,7 +276,7 @@ def _unpacked(packed: TensorInfo, shape: TensorInfo, bits: int) -> TensorInfo:
     return TensorInfo(name, tuple(numbers), torch.int8, packed.file, read)
 
 
-def _unpacked_rows(packed: TensorInfo, rows: int, bits: int) -> TensorInfo:
+def _unpacked_zero_points(packed: TensorInfo, rows: int, bits: int) -> TensorInfo:
     """Zero points, which are packed along columns."""
     read = lambda: _integers(packed.read().T, rows, bits).T  # noqa: E731
     shape = (rows if packed.shape[0] == ceil(rows * bits / 32) else 0, *packed.shape[1:])

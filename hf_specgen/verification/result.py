@@ -137,8 +137,8 @@ class TopTokens:
         rows = rows if len(indices) == len(rows) else rows[torch.tensor(indices, device=rows.device)]
         values, successors = top_k(rows, min(count, rows.shape[-1]))
         # In one transfer; token ids below 2**24 are exact.
-        packed = torch.cat([values.float().softmax(dim=-1), successors.float()], dim=1).cpu().numpy()
-        probabilities, most_likely = np.split(packed, 2, axis=1)
+        probabilities_and_tokens = torch.cat([values.float().softmax(dim=-1), successors.float()], dim=1).cpu().numpy()
+        probabilities, most_likely = np.split(probabilities_and_tokens, 2, axis=1)
         return cls(np.array(tokens), most_likely.astype(np.int64), probabilities)
 
 

@@ -16,7 +16,7 @@ import hf_specgen
 from hf_specgen import AdaptiveDepth, DraftModelCandidates, NgramCandidates
 from hf_specgen.batching.packed_request import Request, RequestContext
 from hf_specgen.batching.transformers_batching import (
-    packed_processors,
+    packed_step_processors,
     processors_of_request,
     request_number,
     unpaged_attention,
@@ -215,7 +215,7 @@ def test_per_request_processors_use_the_settings_of_a_request() -> None:
     scores = torch.randn(3, 99, generator=torch.Generator().manual_seed(1))
     managers = config(do_sample=True, temperature=0.8, top_k=20, top_p=0.9)
     own = {"temperature": 0.3, "top_k": 5}
-    processors = packed_processors(model, managers, ContinuousBatchingConfig(per_request_processors=True))
+    processors = packed_step_processors(model, managers, ContinuousBatchingConfig(per_request_processors=True))
     for given in ({}, own):
         state = RequestState(request_id="a", initial_tokens=[1], logit_processor_kwargs=given)
         settings = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, **given}
