@@ -136,7 +136,7 @@ class Frontier:
         return replace(self, tokens=self.tokens[index], ancestors=ancestors, parent_index=parent_index)
 
     def padded(self, nodes: int) -> Frontier:
-        """The frontier with padding tokens up to so many expanded nodes of each row, for a forward pass."""
+        """The frontier with padding tokens up to `nodes` expanded nodes of each row, for a forward pass."""
         extra = nodes - self.nodes
         if extra <= 0:
             return self

@@ -57,7 +57,7 @@ class AcceptanceRates:
 
     @classmethod
     def of(cls, counts: Mapping[tuple[int, int], int]) -> AcceptanceRates:
-        """From the number of drafts with so many (drafted, accepted) tokens."""
+        """From the number of drafts by their numbers of (drafted, accepted) tokens."""
         rates = np.repeat([accepted / drafted for drafted, accepted in counts] or 0.0, [*counts.values()] or 1)
         median, percentile_95 = np.percentile(rates, [50, 95])
         return cls(
@@ -88,7 +88,7 @@ class SpeculationMonitor(Monitor):
         self.window: deque[RowStep] = deque(maxlen=window)
         """The last row steps."""
         self.drafts: Counter[tuple[int, int]] = Counter()
-        """Number of drafts with so many (drafted, accepted) tokens, over all calls."""
+        """Number of drafts by their numbers of (drafted, accepted) tokens, over all calls."""
         self.calls = 0
         """Number of calls that were started."""
         self._counts = prometheus is not False and bool(prometheus_counters())
@@ -184,7 +184,7 @@ def prometheus_counters() -> tuple[Any, ...]:
 
 
 def plot_monitor(monitor: SpeculationMonitor, path: str | Path) -> None:
-    """Plot the drafts of the last row steps, and how many drafts had so many tokens accepted.
+    """Plot the drafts of the last row steps, and the number of drafts by accepted tokens.
 
     The suffix of the path chooses the format (PNG, SVG, PDF).
     """
@@ -238,7 +238,7 @@ def plot_speedup(
 
 
 def _figure(plots: int) -> tuple[Any, Any]:
-    """A figure of so many plots, and their axes."""
+    """A figure of `plots` plots, and their axes."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

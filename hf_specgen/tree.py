@@ -276,7 +276,7 @@ def _leftmost_path(parents: Parents) -> list[int]:
 
 
 def _validate(parents: tuple[Parents, ...], counts: Sequence[int]) -> None:
-    """Raise `ValueError` unless these are the parents of rows with so many tokens."""
+    """Raise `ValueError` unless these are the parents of rows with `counts` tokens."""
     if len(parents) != len(counts):
         raise ValueError(f"a draft tree of {len(counts)} rows needs {len(counts)} lists of parents, got {len(parents)}")
     for row, (row_parents, count) in enumerate(zip(parents, counts, strict=True)):

@@ -79,7 +79,7 @@ def problems(
 
 
 def _input_problems(model: PreTrainedModel, model_kwargs: dict[str, Any], tokens: int) -> Iterator[str]:
-    """Why a call cannot speculate with this mask, cache or these positions, for a prompt of so many columns."""
+    """Why a call cannot speculate with this mask, cache or these positions, for a prompt of `tokens` columns."""
     mask = model_kwargs.get(decoder_argument(model, "attention_mask"))
     computes_loss = model_kwargs.get(ROUTER_LOGITS, bool(without_router_loss(model)))
     if computes_loss and mask is not None and not bool(mask.all()):

@@ -136,7 +136,7 @@ class DraftBatch:
         return self.target.rows
 
     def pass_shape(self, tokens: int) -> tuple[int, int]:
-        """How many rows, and tokens of each, the target computes in a pass over so many tokens of each row."""
+        """How many rows, and tokens of each, the target computes in a pass over `tokens` tokens of each row."""
         return self.target.pass_shape(tokens)
 
     def committed_states(self, layers: Sequence[int]) -> list[torch.Tensor]:
@@ -195,7 +195,7 @@ class DraftBatch:
         return self._policy.latency
 
     def step_latency(self, rows: int) -> StepLatency | None:
-        """The latencies of a step of so many rows, for strategies that size their own trees; None if unknown."""
+        """The latencies of a step of `rows` rows, for strategies that size their own trees; None if unknown."""
         return self._policy.step_latency(rows, self.state.context_length)
 
     def prefill_is_short(self) -> bool:

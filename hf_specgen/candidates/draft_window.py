@@ -39,7 +39,7 @@ class DraftWindow(NamedTuple):
     recent: int
 
     def is_exceeded_by(self, tokens: int) -> bool:
-        """Whether so many tokens are more than the drafter's cache may hold."""
+        """Whether a number of tokens exceeds what the drafter's cache may hold."""
         return tokens > self.first + 2 * self.recent
 
     def kept(self, tokens: list[int]) -> list[int]:

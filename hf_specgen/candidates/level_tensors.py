@@ -49,7 +49,7 @@ class LevelTensors(NamedTuple):
         return cls(widths, torch.cat([*log_paths, scores], dim=1), torch.cat(integers, dim=1), ancestors)
 
     def unpack(self, children: int, is_first: bool) -> tuple[list[TreeLevel], list[Expansion], Tensor]:
-        """Levels, expansions and expansion scores, of trees with so many children of a node.
+        """Levels, expansions and expansion scores, of trees in which a node has `children` children.
 
         `is_first`: these are the first tensors of the tree, so they begin with level 1, which has no expansion before
         it.

@@ -177,7 +177,7 @@ class TreeBuilder:
         return self._constants_of_end or self.constants_after(0, 0)
 
     def constants_after(self, passes: int, width: int) -> ShapeConstants:
-        """The constants of the tree after so many passes, each of which expands so many nodes."""
+        """The constants of the tree after further passes, each of which expands `width` nodes of a row."""
         return _constants(self.children, self._widths + (width,) * passes, self.device)
 
     def pack_levels(self) -> tuple[LevelTensors, ...]:
@@ -232,7 +232,7 @@ class TreeBuilder:
         self._num_packed_levels = len(self._levels)
 
     def padded_selection(self, nodes: int) -> NodeSelection:
-        """Select the best nodes, at most so many, padded to the width of a captured pass; with the expansion scores."""
+        """Select the best `nodes` nodes, padded to the width of a captured pass; with the expansion scores."""
         tree = self.best(nodes)
         return NodeSelection.of(tree.padded(padded_tokens(1 + tree.nodes) - 1), self._expansion_scores)
 

@@ -102,7 +102,7 @@ class TreeSizer(ABC):
 
 
 class FixedTreeSizer(TreeSizer):
-    """Trees of at most so many nodes a row, expanded about the square root of that many at a time.
+    """Trees of at most `nodes` nodes of each row, of which about √nodes are expanded at a time.
 
     Rejection sampling and layer skip verify all expanded nodes, which may be more.
     """
@@ -143,7 +143,7 @@ class FixedTreeSizer(TreeSizer):
 
 
 class ChainSizer(FixedTreeSizer):
-    """Chains as deep as the rows may draft, of at most so many nodes.
+    """Chains as deep as the rows may draft, of at most `nodes` nodes.
 
     Args:
         may_end_early: whether some nodes must not be expanded (confidence threshold), so that a chain may end early.

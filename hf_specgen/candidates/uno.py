@@ -100,7 +100,7 @@ class _Adapter:
         self._checked: tuple[Hashable, ...] | None = None
 
     def check_layers(self, model: PreTrainedModel, rows: int) -> None:
-        """Raise if a layer cannot draft; a model with hooks is checked for its present ones and so many rows."""
+        """Raise if a layer cannot draft; a model with hooks is checked for its present ones and `rows` rows."""
         state: tuple[Hashable, ...] = () if treats_rows_alike(model) else (rows, *computation(model))
         if self._checked != state:
             _check_layers(model, self.matrices, rows)

@@ -70,7 +70,7 @@ class AnswerWriter(BaseStreamer, Monitor, MonitorSession):
         return str(self._tokenizer.decode(self._generated[:tokens], skip_special_tokens=True))
 
     def _write_tokens(self, accepted: int, emitted: int) -> None:
-        """Write the new tokens; the last `emitted` are those of a step that accepted so many draft tokens."""
+        """Write the new tokens; the last `emitted` are those of a step that accepted `accepted` draft tokens."""
         first = len(self._generated) - emitted
         while self._done < len(self._generated):
             self._done += 1

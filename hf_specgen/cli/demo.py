@@ -25,8 +25,8 @@ from hf_specgen.evaluation.published import published
 from hf_specgen.evaluation.workloads import DEFAULT, PEER, PLAIN, Strategy, encode
 from hf_specgen.heads.head_formats import load_head
 
-SHORTEST = 24
-"""Tokens of an answer, where the time is not enough for so many."""
+MIN_ANSWER_TOKENS = 24
+"""Minimum length of an answer, even if it takes more than the time."""
 Task = tuple[str, str, dict[str, Any]]
 """Name, prompt, arguments of `generate`."""
 
@@ -107,7 +107,7 @@ class Demo:
             plain, *_ = [measure_call(self.model, inputs, one, {"max_new_tokens": 8, **workloads.GREEDY}, 0)
                          for one in variants]  # fmt: skip
         fitting = (deadline - perf_counter()) * plain.tokens / plain.seconds / (len(variants) * len(tasks))
-        length = int(min(max_new_tokens, max(SHORTEST, fitting)))
+        length = int(min(max_new_tokens, max(MIN_ANSWER_TOKENS, fitting)))
         slowest = 0.0
         for name, prompt, generation in tasks:
             begin = perf_counter()

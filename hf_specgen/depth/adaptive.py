@@ -195,7 +195,7 @@ class AdaptiveSession(PolicySession):
         self.latency = self._drafter_estimator.latency()
 
     def _at(self, rows: int) -> StepLatency:
-        """The latencies of a step of so many rows."""
+        """The latencies of a step of `rows` rows."""
         return cast(StepLatency, self.step_latency(rows, self._call.context_length))
 
     def depths(self, limits: Sequence[int]) -> list[int]:

@@ -93,7 +93,7 @@ def fastest_count(gains: Sequence[float], emitted: int, seconds: Floats) -> int:
     Args:
         gains: expected tokens that each further node (of one row, or of all rows) adds, in descending order.
         emitted: tokens of a step without drafts.
-        seconds: `[1 + len(gains)]` of a step with so many draft tokens.
+        seconds: `[1 + len(gains)]` of a step with 0, 1, 2, … draft tokens.
     """
     return fastest(emitted + np.cumsum([0.0, *gains]), seconds, MIN_BATCH_GAIN)
 

@@ -24,7 +24,7 @@ class PolicySession(ABC):
     """Whether counts of earlier calls may be used; if not, equal calls make the same drafts."""
 
     def step_latency(self, rows: int, context: int) -> StepLatency | None:
-        """The latencies of a step of so many rows of the call, for strategies that size their own trees.
+        """The latencies of a step of `rows` rows of the call, for strategies that size their own trees.
 
         The longest row has `context` tokens. Of passes shared with other calls it may be a part.
         """

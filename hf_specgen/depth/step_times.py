@@ -12,7 +12,7 @@ no other step would be without one. So the steps after 8, 16 and 32 steps have n
 
 Rows of a batch end at different steps. T(q) of 8 rows begins at 8 tokens, so it does not have the cost of drafts once
 a single row is left. So T(q) is timed for each number of present rows up to a power of two; like the first step of all,
-the first step with so few rows has no draft.
+the first step with at most half as many rows has no draft.
 """
 
 from __future__ import annotations

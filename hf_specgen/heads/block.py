@@ -103,7 +103,7 @@ class BlockHead(DraftHead):
     def forward(
         self, embeddings: torch.Tensor, position_ids: torch.Tensor, cache: Cache, lengths: Sequence[int]
     ) -> HeadOutput:
-        """One pass over a block, `[batch, block, hidden]`, after a context of so many entries in each row."""
+        """One pass over a block, `[batch, block, hidden]`, after a context of `lengths` entries in the rows."""
         block = embeddings.shape[1]
         equal_lengths = len(set(lengths)) == 1
         masks = {

@@ -177,7 +177,7 @@ class RaggedCache(Cache):
             part.append_rows(more)
 
     def reserve(self, slots: int) -> None:
-        """Allocate at least so many slots in each layer; those of the whole call if they are at most twice as many."""
+        """Allocate at least `slots` slots in each layer; those of the whole call if they are at most twice as many."""
         for part in self._filled:
             part.reserve(self._slots_for(slots))
 
@@ -292,5 +292,5 @@ def path_moves(starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> 
 
 
 def padded_tokens(tokens: int) -> int:
-    """The number of tokens that a captured pass over so many tokens is padded to: 1, 4, 8, 16, …"""
+    """The number of tokens that a captured pass is padded to: 1, 4, 8, 16, …"""
     return 1 if tokens == 1 else max(4, 1 << (tokens - 1).bit_length())

@@ -22,7 +22,7 @@ from hf_specgen.compat import CACHE
 from hf_specgen.targets.state_cache import MAX_ROLLBACK
 
 MIN_SPARE_SLOTS = 64
-"""A buffer that grows gets so many spare slots, or a 32nd of its length: peak memory then is at most 1.05 times that of
+"""Spare slots of a buffer that grows, or a 32nd of its length: peak memory then is at most 1.05 times that of
 a cache without spare slots from 2,000 tokens on, and a slot is copied 32 times at most."""
 
 
@@ -200,7 +200,7 @@ class RaggedLayer(CacheLayerMixin):
         self.lengths, self.committed = tuple(lengths), shortest
 
     def take_over(self, layer: Any, slots: int) -> None:
-        """Take over the contents of a layer of Transformers, with capacity for so many slots.
+        """Take over the contents of a layer of Transformers, with capacity for `slots` slots.
 
         A dynamic layer then is a view of these buffers, which changes nothing of what it shows, so that the memory is
         not needed twice. Slots before its sliding window count as dropped.

@@ -198,7 +198,7 @@ class CallInputs:
         return {**self.others(positions.shape[1]), **named}
 
     def others(self, tokens: int) -> dict[str, Any]:
-        """The other arguments of a pass over so many tokens of each row, after the prefill."""
+        """The other arguments of a pass over `tokens` tokens of each row, after the prefill."""
         by_token = {name: self._others[name] for name in {*TOKEN_TYPES, IMAGE_MASK} & self._others.keys()}
         repeated = {name: value.expand(-1, tokens, *value.shape[2:]) for name, value in by_token.items()}
         return {**self._others, **repeated}

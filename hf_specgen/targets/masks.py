@@ -58,7 +58,7 @@ class StepLayout:
         ancestors: torch.Tensor,
         padding_mask: torch.Tensor | None = None,
     ) -> StepLayout:
-        """Of tokens after so many cached ones of each row."""
+        """Of tokens after `lengths` cached ones of the rows."""
         starts: Any = lengths[0]
         if len(set(lengths)) > 1:
             starts = torch.tensor(lengths, device=depths.device)[:, None]
@@ -221,7 +221,7 @@ class StepMasks:
         return masks | {of: masks[kind] for of, kind in ATTENTION_OF_TYPE.items() if kind in masks}
 
     def _is_needed(self, kind: str, length: int) -> bool:
-        """Whether a single query after so many slots needs a mask."""
+        """Whether a single query after `length` slots needs a mask."""
         # Eager attention may add the mask without asking whether there is one; an indexer reads its numbers.
         if self._required or self._additive or kind in ("indexed_attention", "chunked_attention"):
             return True

@@ -94,7 +94,7 @@ class ReplayQueue:
         return values[rows.to(values.device), positions.clamp(max=values.shape[1] - 1).to(values.device)]
 
     def commit(self, counts: Sequence[int | None]) -> None:
-        """Keep so many of the tokens that were appended since the last `commit`; None for a row that took no part."""
+        """Keep the first `counts` tokens of the rows since the last `commit`; None for a row that took no part."""
         for row, count in enumerate(counts):
             self.cut(row, len(self.texts[row]) - self._added[row] + (count or 0))
         self._added = [0] * len(self.texts)

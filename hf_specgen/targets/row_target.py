@@ -62,7 +62,7 @@ class RowTarget(Target):
         self.cache.keep_accepted(self._starts, [row.path for row in rows])
 
     def take_states(self, common: Target, row: int, tokens: int) -> None:
-        """Receive what a pass of the common target has computed for so many tokens of this row, its row `row`."""
+        """Receive what a pass of the common target has computed for `tokens` tokens of this row, its row `row`."""
 
     def take_cache(self, common: Target, row: int) -> None:
         """Make the passes of this row alone again, with a copy of the cache of its row `row` of the common target."""

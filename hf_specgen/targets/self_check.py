@@ -178,7 +178,7 @@ class SelfCheck:
         return PreparedCall(self._model, *short_text(self._model, rows, is_padded))
 
     def _rows_differ(self, rows: int) -> Problem | None:
-        """How a padded text in so many rows differs; where a kernel takes no mask, without a trial."""
+        """How a padded text in `rows` rows differs; where a kernel takes no mask, without a trial."""
         texts = "a padded prompt gets" if rows == 1 else "rows of different lengths get"
         trial = Trial(
             ("padded", rows),

@@ -30,7 +30,7 @@ class LayerStates:
 
     @classmethod
     def of_layer(cls, layer: Any, length: int) -> LayerStates:
-        """The states of a `LinearAttentionLayer` that includes so many tokens of each row."""
+        """The states of a `LinearAttentionLayer` that includes `length` tokens of each row."""
         states = cls()
         states.device = layer.device
         states.convolutions = {index: state for index, state in layer.conv_states.items() if state is not None}

@@ -178,7 +178,7 @@ class Target:
         return self._results(logits, frontier.batch, new)
 
     def capturable_passes(self, levels: int, text: NewText | None = None) -> CapturablePasses | None:
-        """What `extend_tree` over so many levels in one captured function needs; None if it cannot be captured.
+        """What `extend_tree` over `levels` levels in one captured function needs; None if it cannot be captured.
 
         The function starts from a root that is cached, as `extend_tree` does, or from text that is not.
         """
@@ -195,7 +195,7 @@ class Target:
         return capturable._replace(padding_mask=self._masks.padding_mask, offsets=offsets, text=text)
 
     def pass_shape(self, tokens: int) -> tuple[int, int]:
-        """How many rows, and tokens of each, a pass over so many tokens of each row computes."""
+        """How many rows, and tokens of each, a pass over `tokens` tokens of each row computes."""
         return len(self.rows), tokens if self._active_graphs is None else padded_tokens(tokens)
 
     def last_states(self, aux_layers: Sequence[int]) -> torch.Tensor:
@@ -215,7 +215,7 @@ class Target:
         return scatter_rows(values, self.rows, batch)
 
     def _set_lengths(self, generated: Sequence[int]) -> None:
-        """Cut the cache of each row to the prompt and so many tokens after it."""
+        """Cut the cache of the rows to the prompt and `generated` tokens after it."""
         slots = zip(self._layout.prompt_slots, self._layout.gather(generated), strict=True)
         self.cache.set_lengths([slot + count for slot, count in slots])
 

@@ -123,7 +123,7 @@ class VerificationSession(ABC):
         """Receive the number of emitted positions; what was kept for them is no longer needed."""
 
     def end(self, positions: int) -> None:
-        """End the call, with so many emitted positions; also called after an exception."""
+        """End the call after `positions` emitted positions; also called after an exception."""
 
     def verify(
         self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool], criteria: CustomCriteria | None = None
