@@ -75,7 +75,7 @@ def find_difference(call: PreparedCall, exit_layer: int | None) -> str | None:
 
 
 def _exact_difference(call: PreparedCall, exit_layer: int | None) -> str | None:
-    """What `compare` finds in float32; `CANNOT_RUN` if the model cannot run in it."""
+    """The result of `compare` in float32; `CANNOT_RUN` if the model cannot run in it."""
     try:
         with ExactArithmetic(compat.input_device(call.model)):
             return compare(call, exit_layer, torch.float32)
@@ -130,7 +130,7 @@ def compare(call: PreparedCall, exit_layer: int | None, precision: torch.dtype) 
 
 
 def _decode_plainly(call: PreparedCall, steps: int = STEPS) -> Any:
-    """The output of plain decoding with a cache of its own."""
+    """The output of plain decoding with a separate cache."""
     model, input_ids, config, model_kwargs = call
     copied = _copied_cache(model_kwargs)
     cache = DynamicCache(config=model.config.get_text_config()) if copied is None else copied
@@ -138,10 +138,10 @@ def _decode_plainly(call: PreparedCall, steps: int = STEPS) -> Any:
 
 
 def _copied_cache(model_kwargs: dict[str, Any]) -> Any:
-    """A copy of the cache that a call goes on from; of an empty one, whatever its kind, a new one does as well."""
-    given = model_kwargs.get(compat.CACHE)
-    goes_on = isinstance(given, EncoderDecoderCache) or _is_begun(given)
-    return copy.deepcopy(given) if goes_on else None
+    """A copy of the cache that a call continues; None if it is empty, so that a new cache is equivalent."""
+    cache = model_kwargs.get(compat.CACHE)
+    is_continued = isinstance(cache, EncoderDecoderCache) or _is_begun(cache)
+    return copy.deepcopy(cache) if is_continued else None
 
 
 def _is_begun(cache: Any) -> bool:
@@ -192,12 +192,12 @@ def _after_long_draft(target: Target, tokens: Sequence[Sequence[int]], plain: to
     target.prefill()
     first = max(target.first_positions)
     is_chain = target.verifies_chains_only
-    room = min(MAX_DRAFT_SLOTS - 1, target.max_draft_tokens)
+    max_tokens = min(MAX_DRAFT_SLOTS - 1, target.max_draft_tokens)
     if is_chain:  # each node of a chain has a further position
-        room = min(room, target.last_position - first)
+        max_tokens = min(max_tokens, target.last_position - first)
     if first + 2 * MAX_DRAFT_SLOTS > target.slot_limit:
-        room = 1
-    nodes = max(1, int(room))
+        max_tokens = 1
+    nodes = max(1, int(max_tokens))
     parents = chain_parents(nodes) if is_chain else Parents((-1,) * nodes)
     tree = DraftTree([[row[1]] * nodes for row in tokens], (parents,) * len(tokens))
     if isinstance(target, EarlyExitTarget):
