@@ -118,12 +118,12 @@ def draft_rows(
     else:  # without a latency model, "auto" drafts what is not improbable
         limits = SearchLimits(max(depths), MIN_PATH_PROBABILITY, is_chain)
     trees = [search(row, limits) for row in range(len(depths))]
-    found = zip(trees, scales or [1.0] * len(trees), strict=True)
-    scaled = [replace(one, probability=[scale * value for value in one.probability]) for one, scale in found]
+    pairs = zip(trees, scales or [1.0] * len(trees), strict=True)
+    scaled = [replace(tree, probability=[scale * value for value in tree.probability]) for tree, scale in pairs]
     nodes = limits.nodes
     if isinstance(sizer, FastestTreeSizer):
         draft_seconds = 0.0 if tokens_per_pass is None else sizer.drafting_seconds(tokens_per_pass)
-        nodes = sizer.num_verified_by_probability([one.probability for one in scaled], draft_seconds)
+        nodes = sizer.num_verified_by_probability([tree.probability for tree in scaled], draft_seconds)
     return draft_of(scaled, nodes), trees
 
 
@@ -168,7 +168,7 @@ class SearchSession(DraftSession, Generic[Tag]):
 
         scales = [accepted / expected for accepted, expected in zip(self._accepted, self._expected, strict=True)]
         draft, self._trees = draft_rows(self.batch, self._tree_setting, depths, search, scales=scales)
-        self._probability = [found.probability[: draft.nodes] for found in self._trees]
+        self._probability = [tree.probability[: draft.nodes] for tree in self._trees]
         return draft
 
 

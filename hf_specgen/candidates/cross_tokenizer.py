@@ -36,8 +36,8 @@ def retokenized_texts(batch: DraftBatch, draft: PreTrainedModel) -> tuple[list[D
     of_target, of_draft = map(load_tokenizer, names)
     draft_size = min(draft.config.get_text_config().vocab_size, embedding_size(draft))
     shared = shared_vocabulary(*names, vocabulary_size(batch.model), draft_size)
-    codecs = Codec(of_target, of_draft), Codec(of_draft, of_target)
-    return [Retokenizer(*codecs, prompt, shared) for prompt in batch.state.prompts], shared
+    tokenizers = FilteredTokenizer(of_target, of_draft), FilteredTokenizer(of_draft, of_target)
+    return [Retokenizer(*tokenizers, prompt, shared) for prompt in batch.state.prompts], shared
 
 
 class DraftText:
@@ -54,14 +54,15 @@ class DraftText:
         return True
 
 
-class Codec:
+class FilteredTokenizer:
     """A tokenizer without the special tokens that another one does not know."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, other_tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
-        unknown = (None, other.unk_token_id)
+        unknown = (None, other_tokenizer.unk_token_id)
         special = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
-        self._hidden = {index for index, token in special if other.convert_tokens_to_ids(token) in unknown}
+        other_id = other_tokenizer.convert_tokens_to_ids
+        self._hidden = {index for index, token in special if other_id(token) in unknown}
         self._line_break = self._encode("\n")
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -88,7 +89,9 @@ class Codec:
 class Retokenizer(DraftText):
     """One row's text in the tokens of a draft model with another tokenizer. Tokens never change once they are added."""
 
-    def __init__(self, target: Codec, draft: Codec, prompt: Sequence[int], shared: SharedVocabulary):
+    def __init__(
+        self, target: FilteredTokenizer, draft: FilteredTokenizer, prompt: Sequence[int], shared: SharedVocabulary
+    ):
         self._target = target
         self._draft = draft
         self._shared = shared
@@ -201,8 +204,8 @@ def token_texts(tokenizer: PreTrainedTokenizerBase) -> dict[tuple[Literal["text"
     first = tokenizer.encode("x", add_special_tokens=False)[-1:]
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
     before, *texts = decoded(tokenizer, [first, *([*first, index] for _, index in vocabulary)])
-    found: dict[tuple[Literal["text", "name"], str], int] = {}
+    ids: dict[tuple[Literal["text", "name"], str], int] = {}
     for (name, index), text in zip(vocabulary, texts, strict=True):
         added = text[len(before) :] if text.startswith(before) else ""
-        found[("name", name) if not added or INCOMPLETE in added else ("text", added)] = index
-    return found
+        ids[("name", name) if not added or INCOMPLETE in added else ("text", added)] = index
+    return ids

@@ -116,8 +116,10 @@ def have_same_encoder(draft: PreTrainedModel, target: PreTrainedModel) -> bool:
 
 
 def _have_equal_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    kinds, others = ({name: (one.shape, one.dtype) for name, one in tensors.items()} for tensors in (ours, theirs))
-    if kinds != others or any(one.device.type == "meta" for one in ours.values()):
+    our_layout, their_layout = (
+        {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()} for tensors in (ours, theirs)
+    )
+    if our_layout != their_layout or any(one.device.type == "meta" for one in ours.values()):
         return False
     return all(torch.equal(one, theirs[name].to(one.device)) for name, one in ours.items())
 

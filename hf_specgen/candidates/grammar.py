@@ -243,8 +243,8 @@ class _Row:
         # Whitespace is as probable as it was after tokens of this kind.
         kind = self._texts.kind(last)
         spaces = self._followed[kind, "space"]
-        others = self._followed[kind, "text"]
-        is_space = (spaces + 0.5) / (spaces + others + (1.0 if kind == "text" else 2.5))
+        texts = self._followed[kind, "text"]
+        is_space = (spaces + 0.5) / (spaces + texts + (1.0 if kind == "text" else 2.5))
         used = {token: float(counts[token]) for token in choices.whitespace & counts.keys()}
         indentation = next(filter(self._texts.is_line_break, reversed(path)), self._indentation)
         if indentation in choices.whitespace:

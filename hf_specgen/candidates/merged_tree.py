@@ -82,7 +82,7 @@ class UnproposedTokens:
         for token in emitted:
             proposed = drafts.after(node)
             if any(one.is_from_drafter for one in proposed.values()):
-                unproposed = {other: one.acceptance for other, one in proposed.items() if not one.is_from_drafter}
+                unproposed = {copied: one.acceptance for copied, one in proposed.items() if not one.is_from_drafter}
                 self._expected += sum(unproposed.values())
                 self._accepted += 1.0 if token in unproposed else 0.0
             if token not in proposed:

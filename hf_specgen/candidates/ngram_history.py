@@ -162,9 +162,9 @@ class NgramHistory:
         if not scores:
             return []
         most_similar = max(reversed(scores), key=scores.__getitem__)  # of equal ones the last
-        other = prompts[most_similar]
-        longer = max(len(prompt), len(other))
-        common = (Counter(prompt) & Counter(other)).total()
+        stored = prompts[most_similar]
+        longer = max(len(prompt), len(stored))
+        common = (Counter(prompt) & Counter(stored)).total()
         return self._answers.get(most_similar, []) if longer - common <= min(8, longer // 8) else []
 
     def _append(self, tokens: Sequence[int], is_output: bytes | bytearray) -> None:

@@ -168,10 +168,10 @@ def _padded(tokens: Sequence[int], length: int) -> NDArray[np.uint64]:
     return padded.view(np.uint64)
 
 
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+def common_length(first_text: Sequence[int], second_text: Sequence[int]) -> int:
     """How many tokens at the beginning of two texts are equal."""
     length = 0
-    for first, second in zip(one, other, strict=False):
+    for first, second in zip(first_text, second_text, strict=False):
         if first != second:
             break
         length += 1

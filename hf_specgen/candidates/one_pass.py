@@ -63,10 +63,12 @@ def one_pass_draft(batch: DraftBatch, drafter: Drafter[T], text: T, tree: str | 
     sizer = tree_sizer(default_tree(batch, tree), batch, depths)
     trees = [best_combinations(*pair, sizer, batch.wants_q) for pair in zip(rows, depths, strict=True)]
     draft_seconds = sizer.drafting_seconds(text.tokens_per_pass)
-    nodes = sizer.num_verified_by_probability([found.probability for found in trees], draft_seconds, batch.wants_q)
+    nodes = sizer.num_verified_by_probability(
+        [row_tree.probability for row_tree in trees], draft_seconds, batch.wants_q
+    )
     draft = draft_of(trees, nodes)
     if batch.wants_q and draft.nodes:
-        places = [np.array(found.tags[:nodes], int).reshape(-1, 3) for found in trees]
+        places = [np.array(row_tree.tags[:nodes], int).reshape(-1, 3) for row_tree in trees]
         draft = with_q(draft, places, scores, vocabulary_size(batch.model))
     return draft
 

@@ -283,8 +283,8 @@ class TreeBuilder:
         selected = None
         if expanded is not None:
             log_paths = values[:, LOG_PATH]
-            others = log_paths.scatter(1, expanded, -inf).topk(nodes - self.num_expanded, dim=1).indices
-            selected = torch.cat([expanded, others], dim=1)
+            further = log_paths.scatter(1, expanded, -inf).topk(nodes - self.num_expanded, dim=1).indices
+            selected = torch.cat([expanded, further], dim=1)
             if not expanded_first:
                 by_probability = log_paths.gather(1, selected).argsort(dim=1, descending=True, stable=True)
                 selected = selected.gather(1, by_probability)

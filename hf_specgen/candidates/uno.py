@@ -138,9 +138,9 @@ def _check_layers(model: PreTrainedModel, matrices: Matrices, rows: int) -> None
         cache = DynamicCache(config=model.config.get_text_config())
         compat.decode_plainly(model, input_ids, config, 2, {**arguments, compat.CACHE: cache})
     names = {layer: name for name, layer in model.named_modules()}
-    if others := [names[layer] for layer, tokens in read.items() if tokens != rows]:
+    if expanding := [names[layer] for layer, tokens in read.items() if tokens != rows]:
         raise ValueError(
-            f"the adapter changes {others[0]}, which reads other tokens than those of a pass; use another candidate "
+            f"the adapter changes {expanding[0]}, which reads other tokens than those of a pass; use another candidate "
             "generator"
         )
 

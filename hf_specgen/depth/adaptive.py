@@ -170,9 +170,9 @@ class AdaptiveSession(PolicySession):
 
     def step_latency(self, rows: int, context: int) -> StepLatency | None:
         state = self._call.state
-        others = 0 if self._ignores_other_rows else state.other_rows
-        step = None if self.latency is None else self.latency.at(rows + others, context)
-        return step.per_row(rows + others, state.drafts_together) if step and others else step
+        other_rows = 0 if self._ignores_other_rows else state.other_rows
+        step = None if self.latency is None else self.latency.at(rows + other_rows, context)
+        return step.per_row(rows + other_rows, state.drafts_together) if step and other_rows else step
 
     def prefilled(self, target: Target) -> None:
         if self.latency is None and self._target_estimator is None:
@@ -235,13 +235,13 @@ class AdaptiveSession(PolicySession):
         target, drafter = self._at(rows)
         state = self._call.state
         # Rows of other calls that are in the drafter's passes too.
-        others = state.other_rows if state.drafts_together and not self._ignores_other_rows else 0
+        other_rows = state.other_rows if state.drafts_together and not self._ignores_other_rows else 0
         depths = np.arange(1, min(self._call.drafting.k, limit) + 1)
         nodes = self._nodes_per_level * depths
         with np.errstate(under="ignore"):
             tokens = 1 + np.cumsum((self._accepted / self._tested) ** depths)
         seconds = np.array([target.seconds_of(rows * (1 + count)) for count in nodes])
-        return 1 + fastest(tokens, seconds + drafter.overhead + depths * drafter.pass_seconds(rows + others))
+        return 1 + fastest(tokens, seconds + drafter.overhead + depths * drafter.pass_seconds(rows + other_rows))
 
     def observe(self, step: StepRecord) -> None:
         """Use the times of a step; count the loss and the acceptance of one with a draft."""

@@ -11,7 +11,13 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordPiece
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hf_specgen.candidates.cross_tokenizer import Codec, Retokenizer, SharedVocabulary, shared_ids, token_texts
+from hf_specgen.candidates.cross_tokenizer import (
+    FilteredTokenizer,
+    Retokenizer,
+    SharedVocabulary,
+    shared_ids,
+    token_texts,
+)
 from hf_specgen.candidates.draft_model import have_same_vocabulary
 from hf_specgen.evaluation.workloads import BUNDLED_DRAFT
 from tests.fuzz.models import CHARACTERS, KINDS, VOCAB, tokenizer_folder
@@ -135,7 +141,7 @@ def retokenizer(kind: str, prompt: list[int], is_shared: bool = True) -> tuple[R
     folders = str(TARGET), str(tokenizer_folder(kind))
     ours, theirs = map(AutoTokenizer.from_pretrained, folders)
     shared = SharedVocabulary(shared_ids(*folders) if is_shared else [], VOCAB, VOCAB)
-    return Retokenizer(Codec(ours, theirs), Codec(theirs, ours), prompt, shared), theirs
+    return Retokenizer(FilteredTokenizer(ours, theirs), FilteredTokenizer(theirs, ours), prompt, shared), theirs
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
