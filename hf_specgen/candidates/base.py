@@ -37,8 +37,8 @@ from hf_specgen.verification.result import reindexed_result
 Depth = int | Literal["auto"]  # maximum depth of a draft; "auto" adapts it to acceptance and latency
 TreeSetting = int | Literal["auto"] | None
 """Number of draft tokens to verify; "auto" for the fastest tree of each step; None: "auto" if k is, else chains."""
-PLACES = ("revision", "token", "subfolder", "cache_dir", "trust_remote_code")
-"""Arguments of `from_pretrained` that say where a checkpoint lies, and whether its code is run."""
+SOURCE_ARGUMENTS = ("revision", "token", "subfolder", "cache_dir", "trust_remote_code")
+"""Arguments of `from_pretrained` that specify where a checkpoint is, and whether its code is run."""
 
 
 class DraftSession(ABC):
@@ -312,9 +312,9 @@ class PretrainedCandidates(Candidates):
 
 
 def source_of(name_or_path: str | Path, settings: dict[str, Any]) -> Source:
-    """Where a checkpoint lies, by a name and by those of the settings that say where, which are removed."""
-    places = {name: settings.pop(name) for name in PLACES if name in settings}
-    return Source(os.path.expanduser(name_or_path), **places)
+    """Where a checkpoint is, by a name and by those of the settings that specify it, which are removed."""
+    arguments = {name: settings.pop(name) for name in SOURCE_ARGUMENTS if name in settings}
+    return Source(os.path.expanduser(name_or_path), **arguments)
 
 
 def checked_draft(draft: object, name: str, rows: int, vocabulary: int = UNLIMITED) -> DraftTree:

@@ -31,8 +31,8 @@ DEFAULT_NODES = 16
 MAX_RANKS = 10  # tokens that a tree can hold after each node
 
 
-class NodePlace(NamedTuple):
-    """Where a node is in `Ranked`."""
+class RankedIndex(NamedTuple):
+    """The index of a node in `Ranked`."""
 
     depth_index: int  # from 0 on
     previous: int  # which previous token of its depth is before it
@@ -68,8 +68,8 @@ def one_pass_draft(batch: DraftBatch, drafter: Drafter[T], text: T, tree: str | 
     )
     draft = draft_of(trees, nodes)
     if batch.wants_q and draft.nodes:
-        places = [np.array(row_tree.tags[:nodes], int).reshape(-1, 3) for row_tree in trees]
-        draft = with_q(draft, places, scores, vocabulary_size(batch.model))
+        indices = [np.array(row_tree.tags[:nodes], int).reshape(-1, 3) for row_tree in trees]
+        draft = with_q(draft, indices, scores, vocabulary_size(batch.model))
     return draft
 
 
@@ -104,8 +104,8 @@ def _ranked(batch: DraftBatch, predicted: DepthLogits, ranks: int) -> tuple[Dept
     return DepthLogits(scores, candidates), list(map(Ranked, tokens, values, previous_index))
 
 
-def best_combinations(ranked: Ranked, k: int, sizer: TreeSizer, wants_q: bool = False) -> SearchTree[NodePlace]:
-    """The most probable tree of a row; tags are the places of its nodes.
+def best_combinations(ranked: Ranked, k: int, sizer: TreeSizer, wants_q: bool = False) -> SearchTree[RankedIndex]:
+    """The most probable tree of a row; tags are the indices of its nodes.
 
     With `wants_q` each group of siblings was drawn from q, and is in the tree once: had two branches the same draws,
     those of the second would not have the distribution q once the first is rejected.
@@ -118,28 +118,28 @@ def best_combinations(ranked: Ranked, k: int, sizer: TreeSizer, wants_q: bool = 
     """
     used = set[tuple[int, int]]()
 
-    def children(place: NodePlace, depth: int) -> Iterator[tuple[int, float, NodePlace]]:
-        group = depth, place.own_index
-        if place.own_index >= 0 and not (wants_q and group in used):
+    def children(node: RankedIndex, depth: int) -> Iterator[tuple[int, float, RankedIndex]]:
+        group = depth, node.own_index
+        if node.own_index >= 0 and not (wants_q and group in used):
             used.add(group)
             for token, value, index in zip(*(part[group].tolist() for part in ranked), strict=True):
-                yield token, value, NodePlace(*group, index)
+                yield token, value, RankedIndex(*group, index)
 
-    return best_first(NodePlace(-1, 0, 0), children, k, SearchLimits(sizer.max_nodes))
+    return best_first(RankedIndex(-1, 0, 0), children, k, SearchLimits(sizer.max_nodes))
 
 
 def with_q(
-    draft: DraftTree, places: Sequence[NDArray[np.integer[Any]]], predicted: DepthLogits, vocab: int
+    draft: DraftTree, indices: Sequence[NDArray[np.integer[Any]]], predicted: DepthLogits, vocab: int
 ) -> DraftTree:
-    """The draft with the probabilities that each node was drawn with; `places` are `[nodes, 3]` for each row."""
+    """The draft with the probabilities that its nodes were drawn with; `indices` are `[nodes, 3]` of each row."""
     scores, candidates = predicted
     batch, _, num_previous, size = scores.shape
     # Of each node its depth, and the index of its distribution among those of all depths and previous tokens.
     index = np.zeros((2, batch, draft.nodes), dtype=np.int64)
-    for row, place in enumerate(places):
-        depths, previous, _ = place.T
-        index[0, row, : len(place)] = depths
-        index[1, row, : len(place)] = depths * num_previous + previous
+    for row, of_nodes in enumerate(indices):
+        depths, previous, _ = of_nodes.T
+        index[0, row, : len(of_nodes)] = depths
+        index[1, row, : len(of_nodes)] = depths * num_previous + previous
     depth, source = torch.from_numpy(index).to(scores.device)[..., None].expand(-1, -1, -1, size)
     q = scores.flatten(1, 2).gather(1, source).softmax(dim=-1)
     if candidates is not None:

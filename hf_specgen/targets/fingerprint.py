@@ -26,7 +26,7 @@ STANDARD_ATTRIBUTES = tuple(hooks.own_attributes(nn.Module()))
 
 
 SAMPLE = 16
-"""Values of a weight that tell one training from another."""
+"""Values of a weight by which two trainings are distinguished."""
 
 
 def computation(model: PreTrainedModel) -> tuple[Hashable, ...]:
@@ -93,15 +93,15 @@ def weights_sample(model: PreTrainedModel) -> Hashable:
     Another training of the same architecture has other values: what one of them computes proves nothing for the other.
     Where values cannot be read, as of offloaded weights, the sample is equal to no other.
     """
-    places: list[Hashable] = []
+    layouts: list[Hashable] = []
     values = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor) not in (nn.Parameter, torch.Tensor) or tensor.is_meta or tensor.layout != torch.strided:
             return object()
-        places.append((name, tensor.shape, tensor.dtype, tensor.device))
+        layouts.append((name, tensor.shape, tensor.dtype, tensor.device))
         flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)
         values.append(flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].double().to(compat.input_device(model)))
-    return type(model), tuple(places), torch.cat(values).cpu().numpy().tobytes() if values else b""
+    return type(model), tuple(layouts), torch.cat(values).cpu().numpy().tobytes() if values else b""
 
 
 def matmul_precision(model: PreTrainedModel) -> torch.dtype:
@@ -117,10 +117,10 @@ def graph_fingerprint(module: nn.Module) -> int:
     hooks and plain attributes, such as which adapters are active.
     """
     tensors = [*module.parameters(), *module.buffers()]
-    places = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
+    addresses = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
     precision = torch.get_float32_matmul_precision()
     attention = compat.attention_implementation(text_config(module)) if isinstance(module, PreTrainedModel) else ""
-    return hash((precision, attention, tuple(places), tuple(map(_module_state, module.modules()))))
+    return hash((precision, attention, tuple(addresses), tuple(map(_module_state, module.modules()))))
 
 
 def _module_state(module: nn.Module) -> tuple[Any, ...]:
