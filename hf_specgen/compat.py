@@ -239,7 +239,7 @@ def has_compiled_parts(model: PreTrainedModel) -> bool:
 
 
 def global_hooks() -> tuple[int, ...]:
-    """The numbers of the hooks that every module of the process runs. Symbols of PyTorch, as their names say."""
+    """The numbers of the hooks that every module of the process runs. Symbols: private ones of PyTorch."""
     return (*nn.modules.module._global_forward_hooks, *nn.modules.module._global_forward_pre_hooks)
 
 

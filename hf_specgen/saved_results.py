@@ -2,7 +2,7 @@
 
 Without that environment variable nothing is read or written. A result is found again by everything that it depends on:
 the key that its owner gives, the versions of libraries, the files of this package, and the processor. A file that
-cannot be read, or says something else than expected, counts as absent.
+cannot be read, or has other contents than expected, counts as absent.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class AutoCandidates:
 
         Args:
             name_or_path: a folder, or a repository of the Hub.
-            tokenizer, chat_template_kwargs: with which prompts are written; a warning says if the drafter was trained
-                with another chat template, or in another mode such as `{"enable_thinking": False}`.
+            tokenizer, chat_template_kwargs: with which prompts are written; a warning is issued if the drafter was
+                trained with another chat template, or in another mode such as `{"enable_thinking": False}`.
             settings: of the strategy, such as `k=4` or `tree=16`; and where the checkpoint lies, as for
                 `from_pretrained` of Transformers: `revision`, `token`, `subfolder`, `cache_dir`; `trust_remote_code`
                 runs the code of a draft model's repository, heads have none.

@@ -370,7 +370,7 @@ def tree_sizer(
         return ChainSizer(tree, may_end_early) if is_chain else FixedTreeSizer(tree)
     rows = max(1, sum(depth > 0 for depth in depths))
     num_active_rows = sum(not batch.state.has_ended(row) for row in range(batch.state.batch))
-    # A captured pass over 2 tokens is padded to 4, so `pass_shape(2)` tells whether passes are padded.
+    # A captured pass over 2 tokens is padded to 4, so `pass_shape(2)` shows whether passes are padded.
     pass_rows, padded_tokens_of_two = batch.pass_shape(2)
     pads_passes = padded_tokens_of_two > 2
     pass_rows = max(rows, pass_rows)

@@ -160,7 +160,7 @@ class AdaptiveSession(PolicySession):
         if loss is not None:
             self._loss = loss
             self._has_shared_loss = True
-            # Drafts are cut to the common budget later, so that each call drafts as if alone.
+            # Drafts are cut to the common limit later, so that each call drafts as if alone.
             self._ignores_other_rows = self._call.drafting.negligible_draft_cost
         if self._target_estimator is not None:  # in common passes steps of one call time no sizes
             self.latency = self._drafter_estimator = self._target_estimator = None
@@ -255,7 +255,7 @@ class AdaptiveSession(PolicySession):
         if drafted or step.tokens_per_pass:  # the drafter has processed the text
             self._uncached = 0
             self._has_drafted = True
-        # The time of drafting, which the first drafts tell; and whether a T(q) that was measured is too long.
+        # The time of drafting, by the first drafts; and whether a T(q) that was measured is too long.
         if self._drafter_estimator is not None:
             if self._target_estimator is None:
                 self._drafter_estimator.forget_slow_curve(step)

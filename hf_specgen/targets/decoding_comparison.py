@@ -48,9 +48,9 @@ class UndecidedError(Exception):
 
 
 def find_difference(call: PreparedCall, exit_layer: int | None) -> str | None:
-    """Decode the prompt of a call both ways: how they differ, if they do.
+    """Decode the prompt of a call both ways; returns how the logits differ, None if they do not.
 
-    What decides is the comparison in float32, where a wrong position or mask can be told from rounding. A model that
+    The comparison in float32 decides: it distinguishes a wrong position or mask from rounding. A model that
     cannot run so, and a quantized one that differs in it, is compared as it is. A float32 model is compared as it is
     first, and converted only if it differs: it may use autocast inside, or TF32.
     """

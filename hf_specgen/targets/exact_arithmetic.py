@@ -1,7 +1,7 @@
 """Modes in which the self-check runs a model: in float32 whatever its dtype, and watched for random numbers.
 
 Rounding to half precision is larger than what a wrong position or mask changes in some models, so that the self-check
-could not tell them apart.
+could not distinguish them.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ class ModuleGraphs:
         self._runs_without_graph.pop(run.key, None)
 
     def disable_captures(self, call_graphs: CallGraphs, error: Exception) -> None:
-        """Capture nothing of this module until it changes; with the mode "auto" a warning says why.
+        """Capture nothing of this module until it changes; with the mode "auto" a warning names the reason.
 
         Raises:
             ValueError: with the mode "graphs".

@@ -315,7 +315,7 @@ def call_cache(given: Any, config: Any, call: PreparedCall, keeps_all: bool) -> 
 
 
 def _cache_problem(given: Cache, config: Any, call: PreparedCall) -> str | None:
-    """Why a call cannot go on from a cache that `generate` was given, or has made for `cache_implementation`."""
+    """Why a call cannot continue a cache that `generate` was given, or has made for `cache_implementation`."""
     layers: list[Any] = given.layers
     if given.offloading and config.model_type in MAKES_ITS_MASK:
         remedy = 'give cache_implementation="dynamic"'

@@ -1,4 +1,4 @@
-"""The parts of a causal language model, and what its config says about its layers and attention."""
+"""The parts of a causal language model, and what its config specifies of its layers and attention."""
 
 from __future__ import annotations
 

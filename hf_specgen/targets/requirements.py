@@ -75,7 +75,7 @@ def make_target(
     compile: Compile = False,
     joins_shared_target: bool = False,
 ) -> Target:
-    """The target of one call, with captured passes as `compile` says; raises if it cannot be made.
+    """The target of one call, with captured passes as `compile` specifies; raises if it cannot be made.
 
     With `joins_shared_target`, one that can become a row of a shared target, unless the model needs another kind.
     """

@@ -123,7 +123,7 @@ def check_computation(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> None:
-    """Raise unless the model, run as `requirements` says, computes what plain `generate` computes.
+    """Raise unless the model, run by these `requirements`, computes what plain `generate` computes.
 
     A result is kept for later calls with the same `computation` of the model; not that of a trial that failed, or in
     which plain decoding gave NaN, +inf or nothing but -inf, which `generate` itself reports.

@@ -57,7 +57,7 @@ def _without_limit(layer: Any) -> Any:
 
 @contextmanager
 def stepped(layers: Sequence[Any], cache: RaggedCache) -> Iterator[None]:
-    """In this context, layers that have a state in the cache read this thread's passes as the table says."""
+    """In this context, layers that have a state in the cache process this thread's passes as in the table."""
     with ExitStack() as stack:
         for layer in layers:
             steps = _Steps(layer, cache)

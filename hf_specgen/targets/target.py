@@ -51,7 +51,7 @@ class _PassInputs(NamedTuple):
 class Target:
     """A causal language model with a per-row cache; arguments as prepared by `generate`, `input_ids` left-padded.
 
-    `graphs` says whether passes after the prefill are captured as CUDA graphs.
+    `graphs`: whether passes after the prefill are captured as CUDA graphs.
     """
 
     max_row_skew: float = float("inf")
@@ -207,7 +207,7 @@ class Target:
         raise ValueError(f"hidden states {list(aux_layers)} are not captured; name them in target_requirements()")
 
     def _store_levels(self, states: torch.Tensor | None, expanded: int) -> None:
-        """Go on after passes that were made by a captured function; the root and the expanded nodes are cached."""
+        """Continue after passes that were made by a captured function; the root and the expanded nodes are cached."""
         self._starts = tuple(length - 1 - expanded for length in self.cache.lengths)
 
     def _results(self, values: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:

@@ -63,7 +63,7 @@ def checked(
 ) -> Iterator[None]:
     """Inside, a user's functions receive `ids`, `[batch, length]`; raise if they do what cannot be repeated exactly.
 
-    Plain `generate` would go on with ids that were changed in place. Its samples would come after numbers that a
+    Plain `generate` would continue with ids that were changed in place. Its samples would come after numbers that a
     function drew from the same generator, where here the noise of several steps is drawn at once. Other threads may
     draw from it at any time: where there are some, the operators of this thread are observed.
     """
