@@ -63,14 +63,19 @@ class LoadedDraft:
 class _CachedRow:
     """How much of a row's text the draft model has processed: the first `cached` tokens.
 
-    The prefill processes the first `prefilled` of them. The window leaves out `skipped` of these: they have no cache
-    slot.
+    The prefill processes the first `prefilled` of them: the prompt, or after a restart the text without its last token.
+    The window leaves out `skipped` of these: they have no cache slot.
     """
 
     text: DraftText
-    prefilled: int = 0
+    prefilled: int
     skipped: int = 0
     cached: int = 0
+
+    @classmethod
+    def of_prompt(cls, text: DraftText) -> _CachedRow:
+        """A row whose text has nothing but the prompt yet."""
+        return cls(text, prefilled=len(text.tokens))
 
     @property
     def length(self) -> int:
@@ -113,7 +118,7 @@ class DraftModelDrafter(Drafter[UncachedText]):
             if draft.parallel.aux_hidden_state_layers:
                 self._features = TargetFeatures(batch, draft.model, draft.parallel)
         self._max_positions = position_table(text_config(draft.model))
-        self._rows = [_CachedRow(text) for text in draft.texts]
+        self._rows = list(map(_CachedRow.of_prompt, draft.texts))
         self._is_drafting = [True] * len(draft.texts)  # rows that take part in the current draft
         self._expanded = 0  # nodes of each row in the cache
         self._has_prompt = False
@@ -201,7 +206,7 @@ class DraftModelDrafter(Drafter[UncachedText]):
 
     def append_rows(self, new: int) -> None:
         """Add rows of the call, whose prompts are read now if those of the others were."""
-        added = [_CachedRow(DraftText(prompt)) for prompt in self._batch.state.prompts[-new:]]
+        added = [_CachedRow.of_prompt(DraftText(prompt)) for prompt in self._batch.state.prompts[-new:]]
         self._rows += added
         self._is_drafting = [True] * len(self._rows)
         if not self._has_prompt:
@@ -214,16 +219,19 @@ class DraftModelDrafter(Drafter[UncachedText]):
     def _begin(self, rows: Sequence[_CachedRow], restarts: bool = False) -> Target:
         """A runner for these rows, before its prefill; resets their counts.
 
-        The prompts are the whole texts. On a restart, or if any row exceeds the window, every row is cut to the window.
-        On a restart the last token is left for the next pass.
+        On a restart the prefill processes the texts, but for their last tokens, which are left for the next pass. Every
+        row is cut to the window on a restart, or if any prompt exceeds the window.
         """
-        texts = [row.text.tokens[:-1] if restarts else row.text.tokens for row in rows]
+        if restarts:
+            for row in rows:
+                row.prefilled = len(row.text.tokens) - 1
+        # Rows that wait for the prefill may have generated tokens: also beyond the draft model's last position.
+        texts = [row.text.tokens[: row.prefilled] for row in rows]
         window = self._window
         if window and not restarts and not window.is_exceeded_by(max(map(len, texts))):
             window = None
         prompts = [window.kept(tokens) if window else tokens for tokens in texts]
         for row, tokens, kept in zip(rows, texts, prompts, strict=True):
-            row.prefilled = len(tokens)
             row.cached = len(tokens)
             row.skipped = len(tokens) - len(kept)
         if (longest := max(map(len, prompts))) > self._max_positions:

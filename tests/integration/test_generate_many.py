@@ -34,7 +34,7 @@ from hf_specgen.depth import CostCurve, LatencyModel, Policy, PolicySession
 from hf_specgen.settings import Settings
 from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.verification import VerificationResult
-from tests.helpers import fresh_model, shared_draft, tiny_model
+from tests.helpers import fresh_model, perturbed_copy, shared_draft, tiny_model
 from tests.helpers.batching import GPU_LIKE, HEADS
 from tests.helpers.calls import make_batch, make_state, with_sessions
 from tests.helpers.models import stateful_model
@@ -306,6 +306,21 @@ def test_call_joins_a_shared_drafter_when_it_first_drafts(reference_model: Any, 
     assert many(reference_model, prompts, strategy, max_rows=5, **arguments) == expected
     assert joined == {len(prompt) for prompt in prompts[:-1]}
     assert strategy.speculation.accepted >= 0.9 * accepted > 0
+
+
+def test_call_joins_a_draft_model_that_another_call_has_outgrown() -> None:
+    """Would catch: a prefill that waits for the first draft, with what a row has generated beyond the last position."""
+    model = tiny_model("llama")
+    draft = perturbed_copy(model)
+    draft.config.max_position_embeddings = 20
+    prompts = [*[prompt[:20] for prompt in some_prompts(12, 40) if len(prompt) >= 20][:2], [5, 6, 7, 8], [9, 5, 9, 5]]
+    arguments = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
+    # The second call ends before the first one, so that the third joins while the first is beyond the last position.
+    first, second = alone(model, prompts[:2], **arguments)
+    arguments["eos_token_id"] = next(token for token in second[2:] if token not in first)
+    strategy = DraftModelCandidates(draft, k=3, draft_window=None, policy=FixedDepth())
+    assert many(model, prompts, strategy, max_rows=2, **arguments) == alone(model, prompts, **arguments)
+    assert strategy.speculation.drafted > 0
 
 
 class OwnSessions(RepeatedTokens):
