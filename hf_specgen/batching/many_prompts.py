@@ -39,6 +39,9 @@ from hf_specgen.tree import DraftTree
 from hf_specgen.verification import ExactVerifier
 from hf_specgen.verification.base import are_nan
 
+MADE_ARGUMENTS = ("inputs", "input_ids", "attention_mask", "custom_generate")
+"""Arguments of `generate` that `generate_many` makes itself, from each prompt."""
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -93,8 +96,9 @@ def generate_many(
         a `Completion` for each prompt.
 
     Raises:
-        ValueError, TypeError: at once for `max_rows` below 1, a seed that is no integer, a verification mode other than
-            "exact", and settings that are not valid. After the prompts before it were answered, for a prompt without a
+        ValueError, TypeError: at once for `max_rows` below 1, a seed that is no integer, a streamer that is no
+            function, an argument that is made from the prompts, a verification mode other than "exact", and settings
+            that are not valid. After the prompts before it were answered, for a prompt without a
             seed, several sequences per prompt, and what `generate(candidate_generator=…)` refuses; the message begins
             with the index of the prompt, as that of any error in its own part of a step. Where an exception does not
             show its argument as the message, as `OSError`, a note has the index. An error in a shared pass ends all.
@@ -110,6 +114,7 @@ def generate_many(
     """
     max_rows = checked_count("max_rows", max_rows, 1, "prompts")
     _check_seed(seed, prompts)
+    _check_arguments(prompts, streamer, arguments)
     settings = _checked_settings(candidate_generator, arguments)
     if seed is None:
         # Greedy calls leave the global generator as it is, like plain `generate`.
@@ -130,6 +135,22 @@ def _check_seed(seed: int | Sequence[int] | None, prompts: Iterable[Any]) -> Non
     for value in seed if isinstance(seed, Sequence) else [0 if seed is None else seed]:
         if not isinstance(value, Integral) or not -(2**63) <= value < 2**63:
             raise ValueError(f"seed must be an integer below 2**63, or one for each prompt, got {value!r}")
+
+
+def _check_arguments(prompts: Any, streamer: Any, arguments: dict[str, Any]) -> None:
+    """Raise an error for prompts and a streamer of another type, and for arguments that are made from the prompts."""
+    if not hasattr(prompts, "__iter__") and not hasattr(prompts, "__getitem__"):
+        raise TypeError(f"prompts must be a list of token ids for each prompt, or an iterator of such, got {prompts!r}")
+    if streamer is not None and not callable(streamer):
+        raise TypeError(
+            "streamer must be a function that makes the streamer of a prompt from its index, such as "
+            f"lambda index: TextStreamer(tokenizer), got {streamer!r:.60}"
+        )
+    if name := next((name for name in MADE_ARGUMENTS if name in arguments), None):
+        raise ValueError(
+            f"generate_many makes {name}= from each prompt; leave it out, and give a prompt that has an attention "
+            "mask as the output of its tokenizer"
+        )
 
 
 def _checked_settings(candidate_generator: Any, arguments: dict[str, Any]) -> Settings:

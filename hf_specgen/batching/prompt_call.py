@@ -105,7 +105,12 @@ def _token_ids(prompt: Any) -> torch.Tensor:
     if ids.dim() != 2 or len(ids) != 1:
         raise ValueError(f"a prompt must have the shape [length] or [1, length], got {list(ids.shape)}")
     if is_encoding and "attention_mask" in prompt:
-        ids = ids[torch.as_tensor(prompt["attention_mask"]).view(1, -1) != 0][None]
+        mask = torch.as_tensor(prompt["attention_mask"]).view(1, -1)
+        if mask.shape != ids.shape:
+            raise ValueError(
+                f"its attention_mask has {mask.shape[1]} values for {ids.shape[1]} tokens; give one for each token"
+            )
+        ids = ids[mask != 0][None]
     return ids.long()
 
 

@@ -664,12 +664,26 @@ def test_hidden_states_are_kept_of_calls_only_that_may_join_a_shared_drafter(may
         ({"num_return_sequences": 2, "do_sample": True}, "one answer to each prompt"),
         ({"verification": "rejection"}, "verifies exactly"),
         ({"num_beams": 2}, "num_beams=1"),
+        ({"attention_mask": torch.ones(1, 4)}, "makes attention_mask= from each prompt; leave it out"),
+        ({"streamer": RecordingStreamer()}, "streamer must be a function .*, got <.*RecordingStreamer"),
     ],
 )
 def test_calls_that_cannot_be_made_are_refused(arguments: dict[str, Any], words: str) -> None:
-    """Would catch: an argument that is ignored, or an error after some answers."""
-    with pytest.raises(ValueError, match=words):
+    """Would catch: an argument that is ignored, an error after some answers, or one that does not name its cause."""
+    with pytest.raises((ValueError, TypeError), match=words):
         many(tiny_model("llama"), some_prompts(2), NgramCandidates(), **{"max_new_tokens": 4, **arguments})
+
+
+def test_prompts_that_are_no_list_are_refused_at_once() -> None:
+    """Would catch: an error that does not name the prompts, and only where the first completion is taken."""
+    with pytest.raises(TypeError, match=r"prompts must be a list of token ids for each prompt, .* got 5"):
+        generate_many(tiny_model("llama"), 5)  # type: ignore[arg-type]
+
+
+def test_prompt_with_an_attention_mask_of_another_length_is_named() -> None:
+    """Would catch: an index error of PyTorch."""
+    with pytest.raises(ValueError, match=r"prompt 0: its attention_mask has 1 values for 2 tokens"):
+        many(tiny_model("llama"), [{"input_ids": [1, 2], "attention_mask": [1]}], NgramCandidates())  # type: ignore
 
 
 def test_adapters_of_single_calls_are_refused() -> None:
