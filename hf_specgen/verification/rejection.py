@@ -26,6 +26,7 @@ Verification for Speculative Tree Decoding" (2025).
 from __future__ import annotations
 
 from functools import lru_cache
+from numbers import Real
 
 import torch
 from torch.nn.functional import pad
@@ -154,8 +155,8 @@ class TypicalVerifier(Verifier):
 
     def __init__(self, epsilon: float = 0.3, alpha: float = 0.09):
         for name, value in (("epsilon", epsilon), ("alpha", alpha)):
-            if not 0 < value <= 1:
-                raise ValueError(f"{name} must be above 0 and at most 1, got {value}")
+            if not isinstance(value, Real) or not 0 < value <= 1:
+                raise ValueError(f"{name} must be above 0 and at most 1, got {value!r}")
         self.epsilon = epsilon
         self.alpha = alpha
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -125,6 +125,7 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: MovingWindow(start="4"), ValueError, "start must be a number of tokens, at least 1, or None"),
     (lambda: TypicalVerifier(epsilon=0.0), ValueError, "must be above 0 and at most 1, got 0.0"),
     (lambda: TypicalVerifier(epsilon=1.5), ValueError, "must be above 0 and at most 1, got 1.5"),
+    (lambda: TypicalVerifier(epsilon=cast(Any, "0.3")), ValueError, "epsilon must be above 0 and at most 1, got '0.3'"),
     (lambda: TypicalVerifier(alpha=float("nan")), ValueError, "alpha must be above 0 and at most 1, got nan"),
     *((partial(SpeculationMonitor, one), ValueError, f"steps, at least 1, got {one}") for one in (0, True, 1.5)),
     (lambda: FixedDepth(True), ValueError, "at least 0, or None for the strategy's k, got True"),
