@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -174,11 +175,27 @@ class VerificationSession(ABC):
             result.logits = values_along_paths(chosen.logits, result.paths)
         return result
 
+    def _checked_choices(
+        self,
+        scores: torch.Tensor,
+        token_indices: Sequence[Sequence[int]],
+        tree: DraftTree,
+        nodes: Sequence[Sequence[int]],
+    ) -> torch.Tensor:
+        """What `choose` returns; `TypeError` for anything but `[batch, queries]` integers."""
+        choices: Any = self.choose(scores, token_indices, tree, nodes)
+        is_integer = isinstance(choices, torch.Tensor) and not choices.is_floating_point()
+        if not is_integer or choices.shape != scores.shape[:2]:
+            found = f"{choices.dtype} {list(choices.shape)}" if isinstance(choices, torch.Tensor) else repr(choices)
+            expected = f"a tensor of {list(scores.shape[:2])} token ids"
+            raise TypeError(f"{type(self).__name__}.choose must return {expected}, got {found:.60}")
+        return choices
+
     def _choose_at_once(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> ChosenPaths:
         """Choose the token after every node, then follow the choices down the tree."""
         scores = self.processors.score_processors(logits)
         token_indices = self._token_indices(tree, active) if self.call.do_sample else []
-        choices = self.choose(scores, token_indices, tree, [range(-1, tree.nodes)] * tree.batch)
+        choices = self._checked_choices(scores, token_indices, tree, [range(-1, tree.nodes)] * tree.batch)
         chosen = tree.read_with(choices)
         # The argmax of a query whose logits are all NaN is token 0.
         if tree.nodes and any(0 in tokens for tokens in chosen):
@@ -216,7 +233,9 @@ class VerificationSession(ABC):
                 index = min(len(state.generated[row]) for row in undecided_rows)
                 logits_at = torch.stack([logits[row, node + 1] for row, node in enumerate(nodes)])
                 processed = self.processors.scores_at(index, logits_at)
-                choices = self.choose(processed[:, None], [[index]] * tree.batch, tree, [[node] for node in nodes])
+                choices = self._checked_choices(
+                    processed[:, None], [[index]] * tree.batch, tree, [[node] for node in nodes]
+                )
                 tokens = tree.read_with(choices)
                 for row in [row for row in undecided_rows if len(state.generated[row]) == index]:
                     [token] = tokens[row]
@@ -267,7 +286,10 @@ def argmax(scores: torch.Tensor) -> torch.Tensor:
 
 
 def are_nan(logits: torch.Tensor) -> torch.Tensor:
-    """`[batch, queries]` whether logits `[batch, queries, vocab]` are NaN, as all of them are if the last state is."""
+    """`[batch, queries]` whether logits `[batch, queries, vocab]` are NaN; of each query the first one is read.
+
+    A hidden state of NaN makes all logits of its query NaN.
+    """
     return logits[..., 0].isnan()
 
 

@@ -24,7 +24,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specgen import Call, DraftModelCandidates, NgramCandidates, NgramHistory, SpeculationMonitor
 from hf_specgen.settings import as_candidates
-from hf_specgen.verification import ExactVerifier
+from hf_specgen.verification import ExactVerifier, VerificationSession, Verifier
 from tests.fuzz.scripted import RandomDepths, Scripted
 from tests.helpers import Oracle, PrefixReader, RecordingStreamer, RowWisePrefixReader, fresh_model, prompts, tiny_model
 from tests.helpers.comparison import END, SEED, assert_same_tokens, plain_and_speculative, plain_output, seed
@@ -179,6 +179,39 @@ def test_scores_of_another_shape_raise(wrong: Callable[[torch.Tensor], Any], wor
         tiny_model("llama").generate(
             **prompts(3), max_new_tokens=4, logits_processor=processors, candidate_generator=NgramCandidates()
         )
+
+
+class _Wrong(Verifier):
+    """Chooses the argmax, in a form that `choose` must not return."""
+
+    def __init__(self, change: Callable[[torch.Tensor], Any]):
+        self._change = change
+
+    def start(self, call: Call) -> VerificationSession:
+        change = self._change
+
+        class Session(VerificationSession):
+            def choose(self, scores: torch.Tensor, *_: Any) -> Any:
+                return change(scores.argmax(dim=-1))
+
+        return Session(call)
+
+
+@pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.2}], ids=["at once", "by position"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tokens: tokens[:, 0], r"got torch.int64 \[2\]"),
+        (lambda tokens: tokens.float(), r"got torch.float32 \[2, 1\]"),
+        (lambda tokens: tokens.tolist(), r"got \[\["),
+    ],
+)
+def test_choices_of_another_form_raise(change: Any, words: str, processors: dict[str, Any]) -> None:
+    """Would catch: an error of the embedding, or of a list, that does not name the verification mode."""
+    words = r"Session.choose must return a tensor of \[2, 1\] token ids, " + words
+    settings = {"candidate_generator": NgramCandidates(), "verification": _Wrong(change)}
+    with pytest.raises(TypeError, match=words):
+        tiny_model("llama").generate(**prompts(2), max_new_tokens=4, **settings, **processors)
 
 
 class _FailsOnce(LogitsProcessor):
