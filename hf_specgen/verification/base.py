@@ -328,9 +328,10 @@ def with_noise(scores: torch.Tensor, noise: torch.Tensor | None, tokens: torch.T
 
 
 def perturbed(scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Scores whose argmax `exponential_race` samples from their softmax; their own is in proportion to weight / noise.
+    """Scores with noise: their argmax is the token that `exponential_race` samples from the softmax of `scores`.
 
-    `scores` are `[batch, positions, …, vocab]`, the noise `[batch, positions, vocab]` of a vocabulary of any size.
+    The softmax of the result is weight / noise, normalised. `scores` are `[batch, positions, …, vocab]`, the noise
+    `[batch, positions, vocab]` of a vocabulary of any size.
     """
     vocab = min(scores.shape[-1], noise.shape[-1])
     noise = noise.view(*noise.shape[:2], *[1] * (scores.dim() - 3), -1)[..., :vocab]

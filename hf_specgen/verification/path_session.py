@@ -63,11 +63,10 @@ class PathSession(VerificationSession):
 
     @abstractmethod
     def accept(self, scores: torch.Tensor, tree: DraftTree, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[batch]` the last accepted query of each row, see `Nodes`, and the token that follows it.
+        """Accept a path of each row: returns the last query on it, `[batch]`, see `Nodes`, and the token that follows.
 
-        That token is `[batch, 1]`; or `[batch, queries]` for every query, of which that of the last accepted one is
-        used.
-        `scores` are `[batch, queries, vocab]`, after each row's last token and after each node.
+        That token is `[batch, 1]`; or `[batch, queries]`, one after every query, of which the last accepted one's is
+        used. `scores` are `[batch, queries, vocab]`, after each row's last token and after each node.
         """
 
     def choose(
@@ -94,7 +93,7 @@ class PathSession(VerificationSession):
 
 
 def _children_only(tree: DraftTree, nodes: Sequence[int]) -> DraftTree:
-    """The children of one node of each row."""
+    """A tree of depth 1: the children of one node of each row, with their q."""
     children_of = [children(parents) for parents in tree.parents]
     kept = [lists[node + 1] if node + 1 < len(lists) else () for lists, node in zip(children_of, nodes, strict=True)]
     tokens = [[drafted[node] for node in row] for drafted, row in zip(tree.token_lists(), kept, strict=True)]
