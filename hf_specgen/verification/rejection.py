@@ -69,7 +69,7 @@ class RejectionSession(PathSession):
         accepted = torch.rand(batch, queries, dtype=p.dtype, device=p.device) < weights
         accepted[:, 0] = True  # the row's last token
         # Of the accepted queries the one that is visited first; padding is visited last.
-        order = torch.tensor([(*post_order(row), *[queries] * (queries - 1 - len(row))) for row in tree.parents])
+        order = torch.tensor([(*visit_times(row), *[queries] * (queries - 1 - len(row))) for row in tree.parents])
         last = order.to(p.device).masked_fill(~accepted, queries).argmin(dim=1)
         left = remaining[torch.arange(batch, device=p.device), last]
         return last, exponential_race(left, exponential(left.shape, p.device))[:, None]
@@ -78,18 +78,21 @@ class RejectionSession(PathSession):
 def path_weights(
     p: torch.Tensor, q: torch.Tensor | None, tokens: torch.Tensor, parents: torch.Tensor, is_node: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[batch, queries]` acceptance probabilities if all below is rejected, and `[batch, queries, vocab]` p then.
+    """For each query, the probability to accept it, and p after it, where all nodes below it are rejected.
 
-    Query 0 is the row's last token, query ``i + 1`` its node ``i``. `parents` are the queries of the parents, `[batch,
-    nodes]`; where `is_node` is False the weight is 0.
+    These are the w and p above: `[batch, queries]`, and `[batch, queries, vocab]`. Query 0 is the row's last token,
+    query ``i + 1`` its node ``i``. `parents` are the queries of the parents, `[batch, nodes]`; where `is_node` is False
+    the weight is 0.
     """
     rows = torch.arange(len(p), device=p.device)
     remaining = p.clone()
     is_left = torch.ones_like(p, dtype=torch.bool)  # tokens that no child of a query has yet
     weights = p.new_zeros(p.shape[:2])
     weights[:, 0] = 1
+    # A node gets its weight from its parent, as that is after the rejection of earlier siblings. Its own children come
+    # later, and lower it.
     for node, (token, parent, is_real) in enumerate(zip(tokens.T, parents.T, is_node.T, strict=True)):
-        query = torch.where(is_real, parent, node + 1)
+        query = torch.where(is_real, parent, node + 1)  # of the parent; padding changes its own values only
         token = token[:, None]
         drawn_from = draft_distribution(None if q is None else q[:, node], is_left[rows, query], token)
         is_left[rows, query, token[:, 0]] = False
@@ -99,7 +102,8 @@ def path_weights(
         rest = 1 - weights[rows, query]
         accepted = (reached.gather(-1, token) / drawn_from.gather(-1, token))[:, 0].clamp(max=1)
         weights[:, node + 1] = torch.where(is_real, accepted, 0)
-        # No mass means w p = q, and then a rejection could only come from rounding.
+        # The parent gets the values after the rejection of this node. Without mass w becomes 0, and p is not used:
+        # but for the row's last token, where p = q then, and a rejection could only come from rounding.
         has_mass = mass > 0
         weights[rows, query] = torch.where(has_mass, mass / (mass + rest), 0)
         left = excess / mass[:, None]
@@ -108,11 +112,11 @@ def path_weights(
 
 
 @lru_cache(maxsize=4096)
-def post_order(parents: Parents) -> tuple[int, ...]:
-    """When each query of a tree is visited if all queries below it, earlier siblings first, are visited before it.
+def visit_times(parents: Parents) -> tuple[int, ...]:
+    """For each query of a tree, its place in post-order: after all queries below it, and after earlier siblings.
 
     Example:
-        >>> post_order((-1, -1, 0))  # the first child's child, the first child, the second, the row's last token
+        >>> visit_times((-1, -1, 0))  # the first child's child, the first child, the second, the row's last token
         (3, 1, 2, 0)
     """
     lists = children(parents)
