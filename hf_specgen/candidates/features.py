@@ -63,9 +63,9 @@ class FeatureQueue:
         self._was_read = False  # whether features were removed before
 
     @property
-    def is_empty(self) -> bool:
-        """Whether nothing was received since the call began."""
-        return not self._rows
+    def has_rows(self) -> bool:
+        """Whether hidden states were received; rows stay where all of theirs were removed."""
+        return bool(self._rows)
 
     def receive(self) -> None:
         """Add the hidden states of the tokens that the last step kept; of the prompts at first, and of new rows."""
@@ -80,7 +80,7 @@ class FeatureQueue:
         None if no row drafts, or none can, see `_can_draft`. Without `of_all_rows` a row that does not draft keeps
         its features for a later draft.
         """
-        if self.is_empty:
+        if not self.has_rows:
             self.receive()
         if not any(max_depths) or not self._can_draft:
             return None

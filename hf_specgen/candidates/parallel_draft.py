@@ -98,7 +98,7 @@ class TargetFeatures:
 
     def begin(self) -> None:
         """Receive the hidden states of the prompts, before the first step."""
-        if self.queue.is_empty:
+        if not self.queue.has_rows:
             self.queue.receive()
 
     def _projected(self, features: Sequence[torch.Tensor], side: str) -> torch.Tensor:
