@@ -217,7 +217,7 @@ class DraftModelDrafter(Drafter[UncachedText]):
         self.runner.append_rows(runner)
 
     def _begin(self, rows: Sequence[_CachedRow], restarts: bool = False) -> Target:
-        """A runner for these rows, before its prefill; resets their counts.
+        """A runner for these rows, before its prefill, after which their counts apply.
 
         On a restart the prefill processes the texts, but for their last tokens, which are left for the next pass. Every
         row is cut to the window on a restart, or if any prompt exceeds the window.
@@ -254,7 +254,7 @@ class DraftModelDrafter(Drafter[UncachedText]):
         size = embedding_size(self._draft.model)
         return [token if 0 <= token < size else 0 for token in tokens]
 
-    def _length(self, row: _CachedRow) -> int:
+    def _length_after_pass(self, row: _CachedRow) -> int:
         """Tokens of a row in the cache after the next pass."""
         window = self._window
         return 1 + sum(window) if window is not None and window.is_exceeded_by(row.length) else row.length
@@ -266,19 +266,19 @@ class DraftModelDrafter(Drafter[UncachedText]):
 
     def _depth_limits(self, max_depths: Sequence[int], is_complete: Sequence[bool]) -> list[int]:
         """How deep each row can draft in its positions and slots, 0 if its text is incomplete."""
-        if max(map(self._length, self._rows)) + self._batch.call.drafting.max_slots > self.runner.slot_limit:
+        if max(map(self._length_after_pass, self._rows)) + self._batch.call.drafting.max_slots > self.runner.slot_limit:
             return [0] * len(self._rows)
         limits = []
         for row, complete in zip(self._rows, is_complete, strict=True):
             # Nothing is known of the text after a prompt to which tokens without text were added.
             has_text = len(row.text.tokens) > row.prefilled
-            limits.append(max(0, self._max_positions - self._length(row)) if complete and has_text else 0)
+            limits.append(max(0, self._max_positions - self._length_after_pass(row)) if complete and has_text else 0)
         return [min(depth, limit) for depth, limit in zip(max_depths, limits, strict=True)]
 
     def _prepare_pass(self, depths: list[int]) -> UncachedText:
-        """Roll the cache back to the text of the drafting rows.
+        """Prepare the cache for a pass over new text; returns that text, one token 0 for rows that do not draft.
 
-        Returns the tokens that the model has not computed (one dummy token for other rows).
+        Where the texts exceed the window, their beginnings are computed again first, in a new cache.
         """
         window = self._window
         rows = self._rows
@@ -292,7 +292,7 @@ class DraftModelDrafter(Drafter[UncachedText]):
             self.runner.prefill()
             passes.append(sum(row.prefilled - row.skipped for row in rows))
         self.runner.drop_rows(self._batch.is_active())
-        # The last token of a text is computed anew.
+        # At least the last token of each text is left for the pass, as its logits are needed.
         cached = [max(row.prefilled, min(row.cached, len(row.text.tokens) - 1)) for row in rows]
         if cached != [row.cached for row in rows]:
             self.runner.rewind([count - row.prefilled for row, count in zip(rows, cached, strict=True)])
