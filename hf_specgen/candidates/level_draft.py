@@ -134,7 +134,7 @@ class LevelDraft(Generic[T]):
     def _expand_captured(self, plan: ExpansionPlan, capturable: CapturablePasses) -> CapturedLevelsOutput | None:
         """Make the passes of a plan, after a pass over new text if there is any, by one captured function.
 
-        None, and nothing is done, if they are not captured yet.
+        None, and nothing is done, if there is no graph of them.
         """
         builder = self.builder
         # A pass over new text adds level 1.

@@ -1,8 +1,9 @@
 """A draft with one pass of a drafter for all depths: independent heads, and those with a Markov correction.
 
 Parallel heads have one distribution for each depth, independent of the path. A correction that reads the previous token
-alone (DSpark, DFlash2) gives one for each depth and likely token of the depth before, all of them in one operation. The
-most probable combinations form a tree, which the host searches after one read.
+alone (DSpark, DFlash2) gives one for each depth and each of its *previous tokens*, the likely tokens of the depth
+before; all of them in one operation. Where there is one distribution, as at the first depth, that of the first previous
+token is read. The most probable combinations form a tree, which the host searches after one read.
 
 Sources: Cai et al., "Medusa" (2024), section 2.3.3; DDTree (2026), https://arxiv.org/abs/2604.12989.
 """
@@ -32,11 +33,11 @@ MAX_RANKS = 10  # tokens that a tree can hold after each node
 
 
 class RankedIndex(NamedTuple):
-    """The index of a node in `Ranked`."""
+    """Where the distribution that a node was taken from is in `Ranked`, and where that of its children is."""
 
     depth_index: int  # from 0 on
-    previous: int  # which previous token of its depth is before it
-    own_index: int  # as a previous token of the next depth; -1: none
+    previous: int  # the index of its parent among the previous tokens of its depth
+    own_index: int  # its index among the previous tokens of the next depth; -1: it is none, and has no children
 
 
 def default_tree(batch: DraftBatch, tree: str | int | None) -> str | int | None:
@@ -52,7 +53,7 @@ class Ranked(NamedTuple):
 
     tokens: NDArray[np.integer[Any]]
     values: Floats  # the probability that each is accepted, given that the path before it was
-    previous_index: NDArray[np.integer[Any]]  # of each as a previous token of the next depth; -1: none
+    previous_index: NDArray[np.integer[Any]]  # of each among the previous tokens of the next depth; -1: it is none
 
 
 def one_pass_draft(batch: DraftBatch, drafter: Drafter[T], text: T, tree: str | int | None) -> DraftTree:

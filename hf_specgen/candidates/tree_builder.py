@@ -173,7 +173,7 @@ class TreeBuilder:
 
     @property
     def constants(self) -> ShapeConstants:
-        """What depends on the shape of the tree alone."""
+        """What depends on the shape of the tree alone; in a captured function on that after its last pass."""
         return self._constants_of_end or self.constants_after(0, 0)
 
     def constants_after(self, passes: int, width: int) -> ShapeConstants:
@@ -181,7 +181,7 @@ class TreeBuilder:
         return _constants(self.children, self._widths + (width,) * passes, self.device)
 
     def pack_levels(self) -> tuple[LevelTensors, ...]:
-        """Pack the levels that are not packed yet into one more `LevelTensors`; returns those of all levels."""
+        """`LevelTensors` of all levels: those that were packed before, and one for the levels since then."""
         first = self._num_packed_levels  # the index of the first level that is not packed
         if first < len(self._levels):
             # `_levels[i]` comes after `_expansions[i - 1]`, and `_levels[0]` after none.
