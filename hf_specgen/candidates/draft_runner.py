@@ -91,6 +91,11 @@ class UncachedText(NamedTuple):
     tokens_per_pass: list[int]  # tokens, over all rows, of the passes that process them, masks included
 
     @property
+    def masks(self) -> list[int]:
+        """How many mask tokens follow those of each row, where all depths are drafted in one pass."""
+        return [max(0, depth - 1) for depth in self.depths]
+
+    @property
     def width(self) -> int:
         """Tokens of the longest row."""
         return max(map(len, self.tokens))
@@ -156,14 +161,18 @@ class DraftModelDrafter(Drafter[UncachedText]):
         return logits if self._shared is None else self._shared.target_logits(logits)
 
     def forward_depths(self, text: UncachedText, depth: int) -> DepthLogits:
-        """One pass over the uncached tokens and `depth - 1` mask tokens: logits at its last `depth` positions."""
+        """One pass over the uncached tokens and mask tokens after them: logits at the last token and each mask.
+
+        A row has one mask less than its depth, as positions end there. Its logits of further depths are not used.
+        """
         features = self._features
-        masks = depth - 1
+        masks = text.masks
         rows = self.runner.rows
         with nullcontext() if features is None else features.added(features.of_text(self._is_drafting, rows, masks)):
-            logits = self._extend(text, [self._mask] * masks)
+            logits = self._extend(text, [[self._mask] * count for count in masks])
         counts = torch.tensor([len(tokens) for tokens in text.tokens], device=logits.device)
         slots = counts[:, None] - 1 + torch.arange(depth, device=logits.device)
+        slots = slots.clamp(max=logits.shape[1] - 1)
         batch = torch.arange(len(counts), device=logits.device)[:, None]
         vocab = vocabulary_size(self._batch.model)
         return DepthLogits(logits[batch, slots][..., :vocab].float()[:, :, None])
@@ -302,13 +311,15 @@ class DraftModelDrafter(Drafter[UncachedText]):
             self._without_unknown_ids(row.text.tokens[row.cached :]) if is_drafting else [0]
             for row, is_drafting in zip(rows, self._is_drafting, strict=True)
         ]
-        masks = max(depths) - 1 if self.is_one_pass else 0
-        passes.append(sum(self._is_drafting) * (max(map(len, tokens)) + masks))
-        return UncachedText(tokens, depths, passes)
+        text = UncachedText(tokens, depths, passes)
+        masks = text.masks if self.is_one_pass else [0] * len(rows)
+        longest = max(len(new) + count for new, count in zip(tokens, masks, strict=True))
+        return text._replace(tokens_per_pass=[*passes, sum(self._is_drafting) * longest])
 
-    def _extend(self, text: UncachedText, masks: Sequence[int] = ()) -> torch.Tensor:
+    def _extend(self, text: UncachedText, masks: Sequence[Sequence[int]] | None = None) -> torch.Tensor:
         """`[batch, tokens, vocab]` logits of a pass over uncached tokens, which are kept, and masks after them."""
-        tree = DraftTree.chains([[*tokens[1:], *masks] for tokens in text.tokens])
+        masks = [()] * len(text.tokens) if masks is None else masks
+        tree = DraftTree.chains([[*tokens[1:], *after] for tokens, after in zip(text.tokens, masks, strict=True)])
         logits = self.runner.forward(tree, [tokens[0] for tokens in text.tokens], self._is_drafting)
         kept = zip(text.tokens, self._is_drafting, strict=True)
         self.runner.commit([list(range(len(tokens) - 1)) if is_drafting else None for tokens, is_drafting in kept])

@@ -115,10 +115,10 @@ class TargetFeatures:
         features[0] = nn.functional.pad(features[0], (0, 0, longest - len(features[0]), 0))  # so that all are padded
         return self._projected(features, "left")
 
-    def of_text(self, is_drafting: Sequence[bool], rows: Sequence[int], masks: int) -> torch.Tensor:
-        """`[rows, tokens, hidden]` of all further tokens in the rows that draft, and of `masks` mask tokens."""
+    def of_text(self, is_drafting: Sequence[bool], rows: Sequence[int], masks: Sequence[int]) -> torch.Tensor:
+        """`[rows, tokens, hidden]` of all further tokens in the rows that draft, and of `masks[row]` mask tokens."""
         features = self.queue.pop_states([inf if drafting else 0 for drafting in is_drafting])
-        with_masks = [torch.cat([features[row], features[row][-1:].repeat(masks, 1)]) for row in rows]
+        with_masks = [torch.cat([features[row], features[row][-1:].repeat(masks[row], 1)]) for row in rows]
         return self._projected(with_masks, "right")
 
     @contextmanager

@@ -22,7 +22,7 @@ from hf_specgen import (
 )
 from hf_specgen.compat import CACHE
 from hf_specgen.heads.head_formats import load_head
-from tests.helpers import SAMPLING, assert_same_tokens, perturbed_copy, prompts, tiny_model
+from tests.helpers import SAMPLING, assert_same_tokens, fresh_model, perturbed_copy, prompts, tiny_model
 from tests.helpers.calls import drafted_after
 from tests.helpers.goodness_of_fit import fit_of_two_tokens
 from tests.helpers.head_fixtures import FIXTURES
@@ -217,6 +217,15 @@ def test_parallel_draft_same_tokens_in_one_pass_a_draft(name: str, batch: int) -
         assert_same_tokens(target, prompts(batch), candidates, max_new_tokens=14, **mode)
         passes = [step.tokens_per_pass for step in candidates.speculation.batch_steps if step.has_draft]
         assert passes and all(len(step) == 1 for step in passes)
+
+
+def test_parallel_draft_at_its_last_positions_same_tokens() -> None:
+    """Would catch: as many masks in each row as in that of the deepest draft, at positions that the model lacks."""
+    draft = fresh_model("gpt2", n_positions=16)
+    draft.config.pard_token = 98
+    candidates = DraftModelCandidates(draft, k=6, draft_window=None, policy=FixedDepth())
+    statistics = assert_same_tokens(tiny_model("gpt2"), prompts(3), candidates, max_new_tokens=12)
+    assert statistics.drafted > 0
 
 
 def test_auto_depth_of_one_pass_is_less_than_that_of_a_pass_for_each_level() -> None:
