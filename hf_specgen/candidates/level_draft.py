@@ -65,7 +65,7 @@ class LevelDraft(Generic[T]):
             self._expand(plan)
             self._sizer.record_passes(plan)
         self._sizer.record_levels()
-        return self._best()
+        return self._tree_to_verify()
 
     def _first_level(self) -> None:
         """Make the trees with level 1, the candidates after each row's last token; with more if that is captured."""
@@ -73,7 +73,7 @@ class LevelDraft(Generic[T]):
         if capturable is not None:  # the pass over the text can be captured, together with further levels
             self._can_capture = True
             self._start_builder(capturable.device)
-            if self._expand_first(capturable):
+            if self._add_first_levels_captured(capturable):
                 return
         # No graph: the pass over the text runs eagerly; later passes may still be captured.
         logits = self._drafter.forward_text(self._uncached)[:, None]
@@ -117,7 +117,7 @@ class LevelDraft(Generic[T]):
                 self._add(self._drafter.forward_nodes(self.builder.select_frontier(plan.expansion_width)))
         self._count_passes(plan)
 
-    def _expand_first(self, capturable: CapturablePasses) -> bool:
+    def _add_first_levels_captured(self, capturable: CapturablePasses) -> bool:
         """Process new text and expand the first levels in one captured function; False if nothing was done."""
         plan = self._sizer.plan_without_sync(self.builder, self._k)
         if plan is None:
@@ -167,7 +167,7 @@ class LevelDraft(Generic[T]):
             self._qs.append(q)
         self.builder.add(tokens, log_acceptance, may_expand)
 
-    def _best(self) -> DraftTree:
+    def _tree_to_verify(self) -> DraftTree:
         """The nodes that are verified, with q for rejection sampling."""
         builder = self.builder
         nodes = self._sizer.num_verified_of_builder(builder)

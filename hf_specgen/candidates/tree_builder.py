@@ -103,7 +103,7 @@ class TreeBuilder:
         # The best nodes, if a captured function has made the last levels, and their values once the host has read them.
         self._selection: NodeSelection | None = None
         self._host_values: Floats | None = None
-        self._constants_of_end: ShapeConstants | None = None  # after all levels of a captured function, if in one
+        self._final_constants: ShapeConstants | None = None  # after all levels of a captured function, if in one
 
     @property
     def device(self) -> torch.device:
@@ -174,7 +174,7 @@ class TreeBuilder:
     @property
     def constants(self) -> ShapeConstants:
         """What depends on the shape of the tree alone; in a captured function on that after its last pass."""
-        return self._constants_of_end or self.constants_after(0, 0)
+        return self._final_constants or self.constants_after(0, 0)
 
     def constants_after(self, passes: int, width: int) -> ShapeConstants:
         """The constants of the tree after further passes, each of which expands `width` nodes of a row."""
@@ -204,7 +204,7 @@ class TreeBuilder:
     ) -> TreeBuilder:
         """Rebuild a tree in a captured function; the constants are those after all passes of the function."""
         builder = cls([0] * len(last_tokens), children, last_tokens, depths_on_device)  # host depths are not used
-        builder._constants_of_end = final_constants
+        builder._final_constants = final_constants
         for tensors in level_tensors:
             builder.add_packed_levels(tensors)
         return builder
