@@ -181,8 +181,7 @@ class Request:
     def _begin(self, call: Call, settings: Settings) -> None:
         """Start the sessions; after an exception, those that were started before it have ended."""
         with ExitStack() as stack:
-            make_outputs = lambda processors: RequestOutputs(call.state)  # noqa: E731
-            self.steps = DecodingSteps(call, self.target, settings, make_outputs, stack)
+            self.steps = DecodingSteps(call, self.target, settings, lambda _: RequestOutputs(call.state), stack)
             self._stack = stack.pop_all()
 
     @property

@@ -107,7 +107,7 @@ class PackedSteps:
         self._scores: torch.Tensor
 
     @torch.no_grad()
-    def check(self, state: Any) -> None:
+    def check_request(self, state: Any) -> None:
         """Raise a `ValueError` if the strategy refuses a request, a `RequestState`, that then has to fail."""
         if self._refusal_reasons is None:
             return

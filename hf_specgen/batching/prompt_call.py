@@ -28,7 +28,7 @@ class PromptCall(Speculation):
     loop: DecodingLoop  # once the call has run
     stack: ExitStack  # ends its sessions
     shares_passes: bool
-    computation: tuple[Hashable, ...]  # that of the model while `generate` runs
+    computation: tuple[Hashable, ...]  # fingerprint of what the model computes while `generate` runs
 
     def __init__(self, index: int, seed: int, shared: SharedSteps, streamer: BaseStreamer | None):
         super().__init__(shared.settings, streamer)

@@ -45,8 +45,8 @@ def on_batch_processor(manager: Any, make_steps: Callable[[Any, Any], Any]) -> N
 def _hook_packed_steps(processor: Any, steps: Any) -> None:
     """Let `steps` (`PackedSteps`) draft and verify in a `ContinuousBatchProcessor`; None removes the hooks.
 
-    `scheduler.add_waiting_request` receives new requests: one that `check` refuses fails alone, with its `ValueError`.
-    In each step Transformers calls, in this order:
+    `scheduler.add_waiting_request` receives new requests: one that `check_request` refuses fails alone, with its
+    `ValueError`. In each step Transformers calls, in this order:
 
         scheduler.schedule_batch                    then `add_drafts` adds the drafts
         model_runner.compute_batch                  after `place_drafts`, which gives the drafts positions and masks
@@ -75,7 +75,7 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
     compute = type(runner).compute_batch
 
     def add_waiting_request(state: Any) -> None:
-        steps.check(state)
+        steps.check_request(state)
         add(this.scheduler, state)
 
     def schedule_batch(token_budget: int, cache_budget: int) -> Any:
