@@ -84,7 +84,7 @@ class Drafter(ABC, Generic[T]):
         raise NotImplementedError
 
     def forward_depths(self, text: T, depth: int) -> DepthLogits:
-        """Process new text, and predict `depth` depths; of each row those up to its own depth are used."""
+        """Process new text, and predict at least `depth` depths; of each row those up to its own depth are used."""
         raise NotImplementedError
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:

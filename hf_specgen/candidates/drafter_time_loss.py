@@ -28,7 +28,7 @@ class DrafterTimeLoss:
         self._batch = batch
         self._model = batch.model if batch.carries_over else None
         self._key = ("drafter time loss", batch.call.drafting.key, batch.call.temperature)
-        # The loss of the last call, without its gains; drafters pause for one step at most before they draft again.
+        # The loss of the last call, 0 if it was a gain, and so small that drafters pause for one step at most.
         earlier = memory.recall(self._model, self._key, DraftingTimeLoss)
         self._loss = DraftingTimeLoss(min(earlier.relative_time, MAX_DRAFTER_TIME_LOSS))
         # Every step as it would be without drafters: its time in units of T(1), its tokens. The prior is a plain step.
