@@ -8,13 +8,14 @@ accepted with probability sum_v min(p_v, q_v), the maximum for a token with dist
 order: each against the residual that its earlier siblings left, with their tokens removed from q.
 
 Whole paths are accepted jointly, which accepts more tokens of the same drafts: a token that is less likely in q than in
-p makes up for one before it that is more likely. The weight of a node
-is the probability that the text continues through it, w(child) = min(1, w p / q). From the leaves up, a node with
-everything below it rejected is accepted with the weight that its rejected children left it: with the excess
-e = max(0, w p - q) of its next token, w becomes sum(e) / (sum(e) + 1 - w), and p becomes norm(e). Summed over the
-children, what is accepted below a node and at it has probability w and continues with distribution p; at the row's last
-token w = 1. For the children of that token alone this is the rule above. So a node whose scores depend on the choice
-before it (logits processors that read the text) is verified as the root of a tree of its children.
+p makes up for one before it that is more likely. The weight w of a node is the probability that the text continues
+through it: w(child) = min(1, w p / q), and 1 for the row's last token. Nodes are visited from the leaves up, and the
+first one that is accepted ends the path. A node is accepted with the weight that its children have left, all of which
+were rejected before: each leaves the excess e = max(0, w p - q) of the next token, so that w becomes
+sum(e) / (sum(e) + 1 - w), and p becomes norm(e). What is accepted at a node or below it then has probability w in all,
+and continues with distribution p. For the children of the row's last token alone this is the rule above. So a node
+whose scores depend on the choice before it (logits processors that read the text) is verified as the root of a tree of
+its children.
 
 Sources: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), section 2.3; Chen et al.,
 "Accelerating Large Language Model Decoding with Speculative Sampling" (2023); for siblings Miao et al., "SpecInfer"
