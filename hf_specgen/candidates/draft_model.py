@@ -29,7 +29,7 @@ from hf_specgen.candidates.base import Depth, DraftSession, PretrainedCandidates
 from hf_specgen.candidates.cross_tokenizer import DraftText, load_tokenizer, retokenized_texts
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_heads import BoundModules
-from hf_specgen.candidates.draft_runner import DraftModelDrafter, LoadedDraft
+from hf_specgen.candidates.draft_model_drafter import DraftModelDrafter, LoadedDraft
 from hf_specgen.candidates.draft_vocabulary import DraftVocabulary, check_vocabulary, restricted_model, vocabulary_ids
 from hf_specgen.candidates.draft_window import DraftWindowSetting, check_window, draft_window
 from hf_specgen.candidates.drafter_session import DrafterSession

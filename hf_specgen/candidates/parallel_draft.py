@@ -1,4 +1,4 @@
-"""How a parallel draft model drafts (PARD), and what it reads of the target (PARD-2); see `draft_runner.py`."""
+"""How a parallel draft model drafts (PARD), and what it reads of the target (PARD-2); see `draft_model_drafter.py`."""
 
 from __future__ import annotations
 
