@@ -72,7 +72,8 @@ class SharedDraft:
 
     def start(self, batch: DraftBatch) -> DraftSession:
         """The session of a call; used in place of `Candidates.start`."""
-        # Whether rows can change is known once a session has begun. If they can, this session ends without a draft.
+        # Once a session has begun it is known whether the strategy refuses the call, and whether rows can change. If
+        # they can, this session ends without a draft.
         session = self._strategy.start(batch)
         self.rows_can_change = session.rows_can_change
         if not session.rows_can_change:

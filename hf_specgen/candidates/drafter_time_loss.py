@@ -43,7 +43,9 @@ class DrafterTimeLoss:
     def observe(
         self, result: VerificationResult, tree_without_pass: DraftTree, tree: DraftTree, passes: Sequence[int]
     ) -> float:
-        """Count a step; returns by how much max(0, loss) has changed, in plain steps: negative where gains reduced it.
+        """Count a step; returns by how much its drafts have changed max(0, loss), in plain steps: negative for gains.
+
+        0 for a step without drafts of the drafters, also where a pause reduces the loss.
 
         Args:
             result: its outcome.

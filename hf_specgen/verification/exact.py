@@ -89,6 +89,7 @@ class _ExactSession(VerificationSession):
         if not self.call.do_sample:
             return None
         assert self._noise is not None, "the prefill chooses before anything is drafted"
+        # The noise of emitted positions was dropped; ended rows, for which it is ignored, are still at these.
         return self._noise.at([[max(index, self._emitted) for index in row] for row in token_indices]).to(device)
 
     def max_row_skew(self) -> float:
