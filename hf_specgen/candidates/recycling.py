@@ -20,7 +20,7 @@ from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.depth import Policy
 from hf_specgen.verification.result import TopTokens, VerificationResult
 
-SUCCESSORS = 8  # tokens kept after each token, as in the paper: the eighth is accepted in about 1% of the cases
+CANDIDATES_PER_TOKEN = 8  # as in the paper: the eighth candidate token is accepted in about 1% of the cases
 MAX_DEPTH = 8  # maximum depth of k="auto": the template of the paper has 6 levels
 RECYCLED_FRACTION = 0.45
 """Acceptance of a token over the probability that the target last gave it after the same token, as measured with the
@@ -29,7 +29,7 @@ cores is 1.21x of plain decoding, with 0.25, 0.35 and 0.45 1.37x to 1.39x."""
 
 
 class RecyclingTable:
-    """The `SUCCESSORS` most likely tokens after each token, and how probable they were.
+    """The `CANDIDATES_PER_TOKEN` most likely next tokens after each token, and their probabilities.
 
     Takes 48 bytes for each token of the vocabulary: 6 MB at 128,000. Calls that run at the same time share it; each
     reads a row at once.
@@ -42,31 +42,31 @@ class RecyclingTable:
     """
 
     def __init__(self, vocab_size: int):
-        self._successors: NDArray[np.int32] = np.full((vocab_size, SUCCESSORS), -1, dtype=np.int32)
-        self._probabilities: NDArray[np.float16] = np.zeros((vocab_size, SUCCESSORS), dtype=np.float16)
+        self._candidate_tokens: NDArray[np.int32] = np.full((vocab_size, CANDIDATES_PER_TOKEN), -1, dtype=np.int32)
+        self._probabilities: NDArray[np.float16] = np.zeros((vocab_size, CANDIDATES_PER_TOKEN), dtype=np.float16)
 
     def update(self, top: TopTokens) -> None:
-        """Overwrite the successors of every input token of a step; of a token that occurs twice the last ones stay.
+        """Overwrite the row of every input token of a step; of a token that occurs twice the last position counts.
 
-        There may be fewer than `SUCCESSORS` of each token, as in a smaller vocabulary. Tokens that the target cannot
-        choose, as in place of images at the end of a prompt, are left out.
+        There may be fewer than `CANDIDATES_PER_TOKEN` for each, as in a smaller vocabulary. Tokens that the target
+        cannot choose, as in place of images at the end of a prompt, are left out.
         """
-        count = top.successors.shape[1]
-        known = (top.tokens >= 0) & (top.tokens < len(self._successors))
-        tokens = top.tokens[known]
-        self._successors[tokens, :count] = top.successors[known]
-        self._successors[tokens, count:] = -1
+        count = top.candidate_tokens.shape[1]
+        in_table = (top.tokens >= 0) & (top.tokens < len(self._candidate_tokens))
+        tokens = top.tokens[in_table]
+        self._candidate_tokens[tokens, :count] = top.candidate_tokens[in_table]
+        self._candidate_tokens[tokens, count:] = -1
         with np.errstate(under="ignore"):  # float16 rounds the smallest ones to 0
-            self._probabilities[tokens, :count] = top.probabilities[known]
+            self._probabilities[tokens, :count] = top.probabilities[in_table]
 
     def row(self, token: int) -> tuple[list[int], list[float]]:
-        """The successors of a token, most likely first, and the probability of each; nothing if it is unknown."""
-        if not 0 <= token < len(self._successors):
+        """The candidate tokens after a token, most likely first, and their probabilities; empty if none are stored."""
+        if not 0 <= token < len(self._candidate_tokens):
             return [], []
-        successors = self._successors[token].tolist()
+        candidates = self._candidate_tokens[token].tolist()
         probabilities = self._probabilities[token].tolist()
-        count = successors.index(-1) if successors[-1] < 0 else SUCCESSORS
-        return successors[:count], probabilities[:count]
+        count = candidates.index(-1) if candidates[-1] < 0 else CANDIDATES_PER_TOKEN
+        return candidates[:count], probabilities[:count]
 
 
 class RecyclingCandidates(Candidates):
@@ -96,7 +96,7 @@ class RecyclingCandidates(Candidates):
 class RecyclingSession(SearchSession[int]):
     """The state of one call, with a copy of the target's table, which it updates."""
 
-    top_tokens = SUCCESSORS
+    top_tokens = CANDIDATES_PER_TOKEN
 
     def __init__(self, settings: RecyclingCandidates, batch: DraftBatch):
         super().__init__(batch, settings.k, settings.tree)
@@ -121,7 +121,7 @@ class RecyclingSession(SearchSession[int]):
         return [(one, RECYCLED_FRACTION * value) for one, value in zip(tokens, probabilities, strict=True)]
 
     def observe(self, result: VerificationResult) -> None:
-        """Learn the successors of every input token of the step."""
+        """Store the candidate tokens after every input token of the step."""
         super().observe(result)
         if result.top_tokens is not None:
             self._table.update(result.top_tokens)

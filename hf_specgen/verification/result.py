@@ -119,7 +119,7 @@ class TopTokens:
     """
 
     tokens: NDArray[np.integer[Any]]  # [n] of each row that took part the pending token, then its nodes
-    successors: NDArray[np.integer[Any]]  # [n, count] the most likely tokens after each, most likely first
+    candidate_tokens: NDArray[np.integer[Any]]  # [n, count] the most likely tokens after each, most likely first
     probabilities: NDArray[np.floating[Any]]  # [n, count] of these
 
     @classmethod
@@ -135,11 +135,11 @@ class TopTokens:
                 indices += range(row * logits.shape[1], row * logits.shape[1] + 1 + len(parents))
         rows = logits.flatten(0, 1)
         rows = rows if len(indices) == len(rows) else rows[torch.tensor(indices, device=rows.device)]
-        values, successors = top_k(rows, min(count, rows.shape[-1]))
-        # In one transfer; token ids below 2**24 are exact.
-        probabilities_and_tokens = torch.cat([values.float().softmax(dim=-1), successors.float()], dim=1).cpu().numpy()
-        probabilities, most_likely = np.split(probabilities_and_tokens, 2, axis=1)
-        return cls(np.array(tokens), most_likely.astype(np.int64), probabilities)
+        values, candidates = top_k(rows, min(count, rows.shape[-1]))
+        # In one transfer; token ids below 2**24 are exact as floats.
+        probabilities_and_tokens = torch.cat([values.float().softmax(dim=-1), candidates.float()], dim=1).cpu().numpy()
+        probabilities, candidate_tokens = np.split(probabilities_and_tokens, 2, axis=1)
+        return cls(np.array(tokens), candidate_tokens.astype(np.int64), probabilities)
 
 
 QueryValues = torch.Tensor | list[dict[int, torch.Tensor]]

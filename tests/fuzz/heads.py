@@ -227,12 +227,12 @@ def adapter_of(model: Any) -> Path:
 
 
 def recycling_table(model: Any, ids: torch.Tensor) -> RecyclingTable:
-    """A table in which the successors of a text's tokens are those of the text."""
+    """A table in which the most likely token after each token of a text is the next one of the text."""
     vocab_size = output_matrix(model).weight.shape[0]
     table = RecyclingTable(vocab_size)
     before, after = (part.flatten().cpu().numpy() for part in (ids[:, :-1], ids[:, 1:]))
-    successors = np.stack([after, (after + 1) % vocab_size], axis=1)
-    table.update(TopTokens(before, successors, np.tile([0.6, 0.2], (len(after), 1))))
+    candidates = np.stack([after, (after + 1) % vocab_size], axis=1)
+    table.update(TopTokens(before, candidates, np.tile([0.6, 0.2], (len(after), 1))))
     return table
 
 

@@ -114,7 +114,7 @@ _last_thread = [0]
 
 
 def _token_of_another_thread(self: Any, row: int, tokens: Any) -> int:
-    """A state that all calls share: where another thread has been since, a token is its successor."""
+    """A state that all calls share: after a call of another thread, each token is increased by one."""
     before, _last_thread[0] = _last_thread[0], threading.get_ident()
     if before not in (0, _last_thread[0]):
         tokens = [(token + 1) % models.VOCAB for token in tokens]

@@ -398,7 +398,7 @@ def test_target_with_several_output_modules_same_tokens(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["auto", NgramCandidates(k=3), RecyclingCandidates()], ids=str)
 def test_prompt_of_tokens_that_the_target_cannot_choose_same_tokens(strategy: Any) -> None:
-    """Would catch: drafts of such tokens, or their successors looked up in a table of those that can be chosen."""
+    """Would catch: drafts of such tokens, or a row looked up for them in a table of those that can be chosen."""
     model, inputs = fresh_model("llama"), prompts(2)
     model.lm_head = torch.nn.Linear(64, 60, bias=False)
     inputs["input_ids"][:, -1] = 85

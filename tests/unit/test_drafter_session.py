@@ -23,7 +23,7 @@ class LastTokens(NamedTuple):
     tokens_per_pass: list[int]
 
 
-class Successors(Drafter[LastTokens]):
+class NextNumberDrafter(Drafter[LastTokens]):
     """A drafter that proposes after each token the next number, and less likely the one after it."""
 
     def __init__(self, state: Any):
@@ -48,9 +48,9 @@ class Successors(Drafter[LastTokens]):
         return 6.0 * following + 4.0 * following.roll(1, dims=-1)
 
 
-def session_of(texts: list[list[int]], **settings: Any) -> tuple[DrafterSession, Successors]:
+def session_of(texts: list[list[int]], **settings: Any) -> tuple[DrafterSession, NextNumberDrafter]:
     batch = make_batch(make_state(texts), model=StubModel(vocab=VOCAB))
-    drafter = Successors(batch.state)
+    drafter = NextNumberDrafter(batch.state)
     return DrafterSession(batch, drafter, **settings), drafter
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hf_specgen import AdaptiveDepth, CombinedCandidates, DraftTree, FixedDepth, RecyclingCandidates
 from hf_specgen.candidates.base import vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits
-from hf_specgen.candidates.recycling import RECYCLED_FRACTION, SUCCESSORS, RecyclingTable
+from hf_specgen.candidates.recycling import CANDIDATES_PER_TOKEN, RECYCLED_FRACTION, RecyclingTable
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.verification.result import TopTokens
 from tests.helpers import assert_same_tokens, fresh_model, prompts, tiny_model
@@ -28,13 +28,13 @@ def top_tokens(rows: dict[int, list[int]]) -> TopTokens:
 
 
 def random_table(seed: int, vocab_size: int = 12) -> RecyclingTable:
-    """A table that knows the successors of two thirds of its tokens, few of some of them."""
+    """A table with rows for two thirds of its tokens, of which two are not full."""
     generator, table = np.random.default_rng(seed), RecyclingTable(vocab_size)
     known = generator.permutation(vocab_size)[: 2 * vocab_size // 3]
-    successors = np.array([generator.permutation(vocab_size)[:SUCCESSORS] for _ in known])
-    probabilities = -np.sort(-generator.dirichlet(np.ones(SUCCESSORS), len(known)), axis=1)
-    table.update(TopTokens(known, successors, probabilities))
-    table.update(TopTokens(known[:2], successors[:2, :3], probabilities[:2, :3]))
+    candidates = np.array([generator.permutation(vocab_size)[:CANDIDATES_PER_TOKEN] for _ in known])
+    probabilities = -np.sort(-generator.dirichlet(np.ones(CANDIDATES_PER_TOKEN), len(known)), axis=1)
+    table.update(TopTokens(known, candidates, probabilities))
+    table.update(TopTokens(known[:2], candidates[:2, :3], probabilities[:2, :3]))
     return table
 
 
@@ -42,16 +42,16 @@ def random_table(seed: int, vocab_size: int = 12) -> RecyclingTable:
 
 
 def test_top_tokens_of_a_step_are_those_of_every_node_of_active_rows() -> None:
-    """Would catch: padding or inactive rows, the successors of another node, probabilities of other tokens."""
+    """Would catch: padding or inactive rows, the candidate tokens of another node, probabilities of other tokens."""
     torch.manual_seed(0)
     tree = DraftTree.from_nodes([([5, 6, 7], (-1, -1, 0)), ([8], (-1,)), ([9], (-1,))])
     logits = torch.randn(3, 4, 20, dtype=torch.bfloat16)
     top = TopTokens.of_step(logits, tree, [1, 2, 3], [True, False, True], count=4)
     places = [(0, 0), (0, 1), (0, 2), (0, 3), (2, 0), (2, 1)]
     assert top.tokens.tolist() == [1, 5, 6, 7, 3, 9]
-    for (row, node), successors, probabilities in zip(places, top.successors, top.probabilities, strict=True):
+    for (row, node), candidates, probabilities in zip(places, top.candidate_tokens, top.probabilities, strict=True):
         expected = logits[row, node].float().sort(descending=True).values[:4]
-        assert torch.equal(logits[row, node].float()[successors], expected)
+        assert torch.equal(logits[row, node].float()[candidates], expected)
         assert np.allclose(probabilities, expected.softmax(dim=-1).numpy(), atol=1e-6)
 
 
@@ -59,7 +59,7 @@ def test_top_tokens_of_a_step_are_those_of_every_node_of_active_rows() -> None:
 
 
 def test_update_of_a_token_read_twice_keeps_the_last() -> None:
-    """Would catch: successors of an earlier position that replace those of the later one."""
+    """Would catch: candidate tokens of an earlier position that replace those of the later one."""
     table = RecyclingTable(20)
     table.update(top_tokens({3: [7, 8]}))
     table.update(TopTokens(np.array([3, 3]), np.array([[1, 2], [4, 5]]), np.full((2, 2), 0.3)))
@@ -74,11 +74,11 @@ def enumerate_nodes(
 ) -> dict[tuple[int, ...], float]:
     """Every path by the table, with its path probability."""
     nodes: dict[tuple[int, ...], float] = {}
-    for successor, value in zip(*table.row(token), strict=True):
+    for candidate, value in zip(*table.row(token), strict=True):
         if len(path) < depth:
             above = probability * RECYCLED_FRACTION * value
-            nodes[(*path, successor)] = above
-            nodes.update(enumerate_nodes(table, successor, depth, above, (*path, successor)))
+            nodes[(*path, candidate)] = above
+            nodes.update(enumerate_nodes(table, candidate, depth, above, (*path, candidate)))
     return nodes
 
 
@@ -106,7 +106,7 @@ def test_recycling_accepts_tokens_in_later_calls() -> None:
 
 
 def test_recycling_of_a_target_whose_vocabulary_was_resized_starts_anew() -> None:
-    """Would catch: successors looked up for tokens that the table of an earlier call does not have."""
+    """Would catch: candidate tokens looked up for tokens that the table of an earlier call does not have."""
     model, candidates = fresh_model("llama"), RecyclingCandidates(k=4, tree=16)
     size = vocabulary_size(model)
     for vocab_size in (size, size + 8):
