@@ -41,7 +41,7 @@ SIZES = (*range(1, 17), *range(24, 65, 8))
 STEP_NOISE = 0.08  # of a step's time
 SPEED_CHANGE = 0.05  # of the machine's speed from a step to the next
 CALL_SPEED_CHANGE = 0.3  # of the machine's speed from a call to the next
-FIRST_NOISE = 0.3  # of the time of the first step, which has no steps before it that show whether it was delayed
+FIRST_NOISE = 0.3  # of the time of the first step, which has no earlier steps to compare it with
 DOUBLING = 0.2  # of T(2q) / T(q), whose mean is 2^GROWTH
 GROWTH = 0.25
 DEGREES_OF_FREEDOM = 3.0  # of Student's t-distribution of the noise: few, as some steps are delayed
@@ -207,19 +207,19 @@ class CurveEstimator:
         self.posterior = posterior
         self._new_steps: list[tuple[int, float]] = []  # sizes and seconds that the posterior does not have yet
         self._counts = Counter(posterior.counts)  # steps of each size, the new ones included
-        self._key_of_model = _model_key(call, posterior.batch)
+        self._key = _posterior_key(call, posterior.batch)
 
     @cached_property
-    def _key_of_architecture(self) -> tuple[Hashable, ...]:
-        """`_architecture_key`, made once: a call takes milliseconds for the first one."""
-        return _architecture_key(self._call, self.posterior.batch)
+    def _shared_key(self) -> tuple[Hashable, ...]:
+        """The key for other models and later processes; made when it is first needed, as that takes milliseconds."""
+        return _shared_posterior_key(self._call, self.posterior.batch)
 
     @classmethod
     def of_earlier_calls(cls, call: Call, rows: int) -> CurveEstimator | None:
         """An estimator with what earlier calls of the model or its architecture have kept; None without these."""
-        posterior: CurvePosterior | None = memory.recall(call.model, _model_key(call, rows), lambda: None)
+        posterior: CurvePosterior | None = memory.recall(call.model, _posterior_key(call, rows), lambda: None)
         if posterior is None:
-            key = _architecture_key(call, rows)
+            key = _shared_posterior_key(call, rows)
             posterior = memory.recall(type(call.model), key, lambda: None)
             posterior = posterior or CurvePosterior.from_saved(saved_results.load(SAVED, key))
         return None if posterior is None else cls(call, posterior.in_later_call())
@@ -261,9 +261,9 @@ class CurveEstimator:
 
     def _keep(self) -> None:
         """Keep the posterior for later calls, other models of the architecture, and later processes."""
-        memory.store(self._call.model, self._key_of_model, self.posterior)
-        memory.store(type(self._call.model), self._key_of_architecture, self.posterior)
-        saved_results.save(SAVED, self._key_of_architecture, self.posterior.saved())
+        memory.store(self._call.model, self._key, self.posterior)
+        memory.store(type(self._call.model), self._shared_key, self.posterior)
+        saved_results.save(SAVED, self._shared_key, self.posterior.saved())
 
 
 def _with_lower_bound(curve: CostCurve, largest: int, of_more_rows: CostCurve) -> CostCurve:
@@ -287,12 +287,12 @@ def _timed(call: Call, step: StepRecord, batch: int) -> tuple[int, float] | None
     return next(larger for larger in SIZES if larger >= size), seconds
 
 
-def _model_key(call: Call, rows: int) -> tuple[Hashable, ...]:
+def _posterior_key(call: Call, rows: int) -> tuple[Hashable, ...]:
     """The key of a posterior for calls of the same model."""
     return "step times", *curve_key(call, rows)
 
 
-def _architecture_key(call: Call, rows: int) -> tuple[Hashable, ...]:
+def _shared_posterior_key(call: Call, rows: int) -> tuple[Hashable, ...]:
     """The key of a posterior for all models of the architecture, also in later processes."""
     return "step times", *shared_curve_key(call, rows)
 
