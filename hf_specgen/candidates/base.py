@@ -56,7 +56,7 @@ class DraftSession(ABC):
     """How many of the target's most likely next tokens `observe` receives for every input token of a step, as
     `VerificationResult.top_tokens`; if not 0, `observe` is called after the prefill too."""
     excluded_time_loss: float = 0.0
-    """Part of the time loss of the last step, in plain steps, that the policy leaves out: see `DrafterTimeLoss`."""
+    """Part of the time loss of the last step, in units of T(1), that the policy leaves out: see `DrafterTimeLoss`."""
 
     def __init__(self, batch: DraftBatch):
         self.batch = batch

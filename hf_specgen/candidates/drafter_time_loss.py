@@ -11,11 +11,11 @@ from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult, path_of_tokens
 
 MAX_DRAFTER_TIME_LOSS = MAX_TIME_LOSS / 2
-"""Plain steps that drafters may have lost before they pause: less than what pauses all drafting."""
+"""What drafters may have lost before they pause, in units of T(1): less than what pauses all drafting."""
 
 
 class DrafterTimeLoss:
-    """Time that drafters have lost, in plain steps, compared with the same steps without them.
+    """Time that drafters have lost, in units of T(1), compared with the same steps without them.
 
     A step in which they draft loses the time of drafting and of verifying more nodes. It gains the tokens that the
     tree of the other members does not have; each counts as the time that these members take for a token in this call.
@@ -43,7 +43,7 @@ class DrafterTimeLoss:
     def observe(
         self, result: VerificationResult, tree_without_pass: DraftTree, tree: DraftTree, passes: Sequence[int]
     ) -> float:
-        """Count a step; returns by how much its drafts have changed max(0, loss), in plain steps: negative for gains.
+        """Count a step; returns by how much its drafts have changed max(0, loss), negative for gains.
 
         0 for a step without drafts of the drafters, also where a pause reduces the loss.
 

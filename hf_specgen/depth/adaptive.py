@@ -55,14 +55,14 @@ class AdaptiveDepth(Policy):
     """Drafts while that is faster than plain decoding; sets the depth of chains, strategies size trees themselves.
 
     A step with a draft loses its time, by the latency model, less the time of plain steps for the same tokens.
-    Drafting pauses while the loss of the call is at least 1.5 plain steps. The time of the drafter for its uncached
-    tokens counts as a loss; each paused step reduces it by 0.02. So, by these latencies, no call is slower than plain
-    decoding by more than 2%, 1.5 plain steps and one draft, beside the drafter's prefill; where that takes more than
-    8% of the plain steps of the call, only drafts without a forward pass are made. In a combination the drafters may
-    lose 0.75 plain steps more, see `DrafterTimeLoss`. T(q) of the target and the time of drafting are measured once per
-    model, rows and context (`hf_specgen.depth.calibrate`): on a CPU by the first steps, the first of which has no
-    draft, nor have a few later ones and the first with at most half as many rows; on an accelerator in the time of
-    eight to twelve plain steps. All ranks of a tensor-parallel model use the first rank's.
+    Drafting pauses while the loss of the call is at least 1.5 T(1), the time of a plain step. The time of the drafter
+    for its uncached tokens counts as a loss; each paused step reduces it by 0.02 T(1). So, by these latencies, no call
+    is slower than plain decoding by more than 2%, 1.5 T(1) and one draft, beside the drafter's prefill; where that
+    takes more than 8% of the plain steps of the call, only drafts without a forward pass are made. In a combination the
+    drafters may lose 0.75 T(1) more, see `DrafterTimeLoss`. T(q) of the target and the time of drafting are measured
+    once per model, rows and context (`hf_specgen.depth.calibrate`): on a CPU by the first steps, the first of which has
+    no draft, nor have a few later ones and the first with at most half as many rows; on an accelerator in 8 to 12 T(1).
+    All ranks of a tensor-parallel model use the first rank's.
 
     Args:
         latency: a latency model, or a file that `hf-specgen tune` wrote, to use instead; "assumed" for a fixed curve
@@ -217,7 +217,7 @@ class AdaptiveSession(PolicySession):
         return not is_known or self._uncached_cost(self._call.state.batch) <= MAX_PREFILL * self._call.max_new_tokens
 
     def _uncached_cost(self, rows: int) -> float:
-        """Time of the drafter for tokens that it has not processed yet, in plain steps."""
+        """Time of the drafter for tokens that it has not processed yet, in units of T(1)."""
         target, drafter = self._at(rows)
         seconds = drafter.pass_seconds(rows * (1 + self._uncached)) - drafter.pass_seconds(rows)
         return seconds / target.seconds_of(rows)

@@ -2,10 +2,10 @@
 
 On a CPU the steps of a call time T(q) (`hf_specgen.depth.step_times`). On accelerators, where steps are asynchronous,
 and for passes that calls share, T(q) is measured after the prefill, on the call's own cache, by passes over chains of a
-few sizes that are rolled back, in the time of eight plain steps, at most twelve. These do not include the first pass of
-each size on an accelerator, which is not timed: it loads kernels, and may capture a CUDA graph. The time of drafting is
-taken from the first drafts. Both are kept as long as the model; another object of the same architecture begins with its
-T(q). All ranks of a tensor-parallel model use what the first rank measured.
+few sizes that are rolled back. They take about 8 T(1), at most 12, without the first pass of each size on an
+accelerator, which is not timed: it loads kernels, and may capture a CUDA graph. The time of drafting is taken from the
+first drafts. Both are kept as long as the model; another object of the same architecture begins with its T(q). All
+ranks of a tensor-parallel model use what the first rank measured.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ QUERIES = (1, 8, 2, 24, 1, 64)  # tokens per row of the timed passes, in this or
 MIN_SECONDS = 1e-9  # of a pass that takes less than a step of the clock: times are divided by each other
 DRAFTS_TIMED = 16  # from which the time of drafting is derived
 DRAFTS_TIMED_ON_CPU = 5
-MAX_PLAIN_STEPS = 8.0
-MAX_PLAIN_STEPS_NEW_SIZE = 12.0
-"""Time limits in plain steps: for timing a size again, and for a new size. The second is higher because T(24) would not
-fit into 8 where T(8) is 3, although it may be no longer than T(8), which deep drafts need to know."""
+MAX_RELATIVE_TIME = 8.0
+MAX_RELATIVE_TIME_NEW_SIZE = 12.0
+"""Limits of the time of all passes, in units of T(1): for timing a size again, and for a new size. The second is
+higher: where T(8) is 3, T(24) would not fit into 8, although it may be no longer than T(8), as deep drafts need."""
 
 
 def recalled_curve(call: Call) -> CostCurve | None:
@@ -99,9 +99,9 @@ def shared_curve_key(call: Call, rows: int | None = None) -> tuple[Hashable, ...
 def target_curve(call: Call, target: Target) -> CostCurve | None:
     """T(q) of the target, measured now and kept; None near the end of its position table.
 
-    Times chains of several sizes for `MAX_PLAIN_STEPS`, or `MAX_PLAIN_STEPS_NEW_SIZE` if some have not been timed by
-    then; the minimum of each size counts. Sizes beyond are assumed to take time in proportion, so that no large tree is
-    built because a small one was fast.
+    Times chains of several sizes for `MAX_RELATIVE_TIME`, or `MAX_RELATIVE_TIME_NEW_SIZE` if some have not been timed
+    by then; the minimum of each size counts. Larger sizes are assumed to take time in proportion to their tokens, so
+    that no large tree is built because a small one was fast.
     """
     longest = target.last_position - max(target.first_positions, default=0) + 1
     if longest <= QUERIES[1]:
@@ -139,7 +139,7 @@ def _timed_passes(target: Target, pending: Sequence[int], sizes: Sequence[int], 
         if times:
             largest = max(times)
             expected = times.get(q, times[largest] * sqrt(q / largest))  # between memory-bound and compute-bound
-            if spent + expected / times[1] > (MAX_PLAIN_STEPS if q in times else MAX_PLAIN_STEPS_NEW_SIZE):
+            if spent + expected / times[1] > (MAX_RELATIVE_TIME if q in times else MAX_RELATIVE_TIME_NEW_SIZE):
                 break
         if target.device.type != "cpu" and q not in times:
             time_pass(target, pending, q)  # the first pass of a size loads kernels, or is captured
