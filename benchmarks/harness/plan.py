@@ -56,7 +56,7 @@ class Plan:
     dtype: str = _option("float32", "float32, bfloat16 or float16")
     device: str = _option("cpu", "cpu, cuda, mps …")
     graphs: bool = _option(False, "passes captured as CUDA graphs for all sides; needs a GPU and no peers")
-    widen: int = _option(0, "measure the same function with so many parameters; 0 for the model itself")
+    widen: int = _option(0, "pad the model to this number of parameters, with the same function; 0: not padded")
 
     def __post_init__(self) -> None:
         for name in ("prompts", "tuning_prompts", "max_new_tokens", "repeats", "sweep_prompts"):

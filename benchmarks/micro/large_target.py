@@ -35,7 +35,7 @@ from hf_specgen.evaluation.measure import Sample, Variant
 from hf_specgen.evaluation.workloads import BUNDLED_DRAFT, BUNDLED_EAGLE, DOMAINS, domain_prompts, encode, load
 
 PARAMETERS, LAYERS = 8 * 10**9, 32
-"""Of a target like Llama 3.1 8B: a pass takes as long as reading so many parameters, or the launch overhead of so many
+"""Of a target like Llama 3.1 8B: a pass takes as long as reading these parameters, or as the launch overhead of these
 layers."""
 QUICK_PARAMETERS, QUICK_LAYERS = 20 * 10**6, 9
 NEW_TOKENS = 64
@@ -132,7 +132,7 @@ def throughput(samples: Sequence[Sample]) -> float:
 
 
 def deepen(model: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """The same function with so many layers: those added are computed like the last one and contribute nothing."""
+    """The model with `layers` layers: those added are computed like the last one and contribute nothing."""
     deep = copy.deepcopy(model)
     stack: Any = deep.model.layers
     for number in range(len(stack), layers):

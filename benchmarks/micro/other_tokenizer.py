@@ -33,7 +33,7 @@ SEED = 0
 class Tokenizer:
     """Which merges of the draft's own tokenizer are kept."""
 
-    first: int | None = None  # only so many, the most frequent ones
+    first: int | None = None  # how many are kept, the most frequent ones; None: all
     removed: float = 0.0  # probability with which each of these is removed
 
 

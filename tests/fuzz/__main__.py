@@ -1,7 +1,7 @@
 """Compares speculation with plain `generate()` in random cases.
 
     python -m tests.fuzz --minutes 5 --seed 1       # as many cases as fit
-    python -m tests.fuzz --cases 1000 --seed 2      # so many
+    python -m tests.fuzz --cases 1000 --seed 2      # a number of cases
     python -m tests.fuzz --case '{"seed": 3, …}'    # one again, as a failure is printed
 
 A long run is divided among processes by the number of the first case, and its counts are summed up:
@@ -40,7 +40,7 @@ from tests.fuzz.models import ARCHITECTURES, device, use_device
 
 CASES_BETWEEN_REPORTS = 100
 SHRUNK_FAILURES = 10
-"""Failures of the same kind as one that was shrunk already, and all after so many, are printed as they were drawn."""
+"""How many failures are shrunk, at most one of each kind; all others are printed as they were drawn."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, help="stop after so long")
-    parser.add_argument("--cases", type=int, help="stop after so many cases (default 200, unless --minutes is given)")
+    parser.add_argument("--minutes", type=float, help="stop after this time")
+    parser.add_argument("--cases", type=int, help="number of cases (default 200, unless --minutes is given)")
     parser.add_argument("--seed", default="0", help="of the whole run: the same seed draws the same cases")
     parser.add_argument("--start", type=int, default=0, help="number of the first case")
     parser.add_argument("--case", help="run one case, given as JSON, instead of random ones")

@@ -54,7 +54,7 @@ def _backend(kind: str) -> Tokenizer:
 
 
 def word_level(vocabulary: dict[str, int], unknown: str, length: int = 1) -> Tokenizer:
-    """A tokenizer without merges, for pieces of a text of so many characters."""
+    """A tokenizer without merges, for pieces of a text of `length` characters each."""
     backend = Tokenizer(WordLevel(vocabulary, unk_token=unknown))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("." * length), "isolated")
     backend.decoder = decoders.Fuse()

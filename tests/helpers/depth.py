@@ -95,8 +95,9 @@ def depth_call(
 
 
 def run(session: PolicySession, steps: int, accepted: Sequence[int], relative: Any = None) -> list[list[int]]:
-    """Run a session for some steps; each row accepts at most so many tokens. Returns the depths of all steps.
+    """Run a session for some steps; returns the depths of all of them.
 
+    `accepted`: the most tokens that each row accepts in a step.
     `relative`: seconds of a pass by tokens per row, where the session times the steps.
     """
     depths = []

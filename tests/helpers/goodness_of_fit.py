@@ -56,7 +56,7 @@ def previous_tokens(tokens: torch.Tensor, parents: Parents, node: int) -> torch.
 def start_session(
     verifier: Verifier, trials: int, processors: LogitsProcessorList | None = None, *, do_sample: bool = True
 ) -> VerificationSession:
-    """The verifier's session in a call of so many rows, whose prompts are the token `FIRST`."""
+    """The verifier's session in a call of `trials` rows, whose prompts are the token `FIRST`."""
     return verifier.start(make_call(_state(trials), processors=processors, do_sample=do_sample))
 
 

@@ -107,7 +107,7 @@ def test_medusa_heads_for_the_published_model_read_and_draft() -> None:
 
 
 def measured_with(seconds: dict[str, float], calls: int = 1) -> Comparison:
-    """A comparison in which every call of a variant took so many seconds for ten tokens, on a GPU."""
+    """A comparison in which every call of a variant took its number of seconds for ten tokens, on a GPU."""
     measured = Comparison([Variant(name, dict) for name in seconds])
     counts = Statistics([[RowStep(4, 4, 3, 5)] * 2])
     measured.samples = {

@@ -201,7 +201,7 @@ ALWAYS = partial(Oracle, accuracy=1.0)
 
 
 def sharp_model(architecture: str, positions: int, **overrides: Any) -> Any:
-    """A model with a table of so many positions, and attention that is sharp enough to show a wrong position."""
+    """A model with a table of `positions` positions, and attention that is sharp enough to show a wrong position."""
     model = fresh_model(architecture, **{TABLE[architecture]: positions}, **overrides)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -200,7 +200,7 @@ def test_committed_cache_equals_reading_from_scratch(name: str, case: str, tree:
 
 @cache
 def with_positions(target: Any, positions: int) -> Any:
-    """A copy of a target that has so many positions, shared by the heads of this target: never change it."""
+    """A copy of a target with `positions` positions, shared by the heads of this target: never change it."""
     longer = copy.deepcopy(target)
     longer.config.max_position_embeddings = positions
     SHARED.add(longer)

@@ -138,7 +138,7 @@ def logits_bytes() -> int:
 
 
 class MeasureAtColumn(StoppingCriteria):
-    """Never stops; measures once, when so many columns have been generated."""
+    """Never stops; measures once, when `column` tokens have been generated."""
 
     def __init__(self, column: int):
         self.column, self.bytes = column, 0

@@ -46,7 +46,7 @@ def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(folder: Path, prompt_file: Path, output: Path, kind: str = "eagle3", tokens: int = 6) -> list[str]:
-    """The arguments of a short run, in which answers have so many tokens."""
+    """The arguments of a short run, in which answers have `tokens` tokens."""
     given = ["train", str(folder / "target"), "--data", str(prompt_file), "--kind", kind, "--output", str(output)]
     return [*given, "--max-new-tokens", str(tokens), "--", *SHORT, *KINDS[kind]]
 

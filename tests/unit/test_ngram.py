@@ -126,7 +126,7 @@ class ThreeTokens(SearchSession[None]):
 
 
 def three_tokens(seconds: float = 2.0) -> ThreeTokens:
-    """A session whose target takes so many seconds for five tokens, and one for one."""
+    """A session whose target takes `seconds` for five tokens, and one second for one token."""
     curve = LatencyModel.from_curves(CostCurve((1, 5), (1.0, seconds), 256, 1))
     return ThreeTokens(make_batch(make_state([[1]]), policy=AdaptiveDepth(curve)), 3, "auto")
 

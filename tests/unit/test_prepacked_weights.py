@@ -44,7 +44,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def with_times(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Any:
-    """Have a product with prepacked weights take so many seconds on the clock, and a pass of ordinary layers 1."""
+    """Make a product with prepacked weights take `seconds` on the clock, and a pass of ordinary layers one second."""
     product, now = torch.ops.mkldnn._linear_pointwise.default, [0.0]
 
     def timed(*arguments: Any) -> torch.Tensor:

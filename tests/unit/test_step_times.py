@@ -17,7 +17,7 @@ STEEP = CURVES["steep"]
 
 
 def step(size: int, seconds: float, rows: int = 1) -> StepRecord:
-    """A step with so many tokens per row, in which the thread ran for so many seconds."""
+    """A step with `size` tokens per row, in which the thread ran for `seconds`."""
     return StepRecord([size - 1] * rows, [RowStep(size - 1, size - 1, 0, 1)] * rows, size, {"thread": seconds})
 
 
