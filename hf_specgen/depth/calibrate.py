@@ -40,7 +40,7 @@ DRAFTS_TIMED_ON_CPU = 5
 MAX_RELATIVE_TIME = 8.0
 MAX_RELATIVE_TIME_NEW_SIZE = 12.0
 """Limits of the time of all passes, in units of T(1): for timing a size again, and for a new size. The second is
-higher: where T(8) is 3, T(24) would not fit into 8, although it may be no longer than T(8), as deep drafts need."""
+higher: where T(8) is 3, T(24) would not fit into 8, and deep drafts depend on it, as it may be no longer than T(8)."""
 
 
 def recalled_curve(call: Call) -> CostCurve | None:
