@@ -26,7 +26,7 @@ from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.criteria import CustomCriteria
-from hf_specgen.verification.processors import LogitsPipeline, checked
+from hf_specgen.verification.processors import LogitsPipeline, refusing_side_effects
 
 
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
@@ -87,7 +87,9 @@ class OutputCollector:
         """Pass the prompt or a position to the streamer; raise if that draws the random numbers of later ones."""
         if self._streamer is not None:
             state = self._state
-            with checked([self._streamer], state.prefix(0), self._call.do_sample, state.default_device, ValueError):
+            with refusing_side_effects(
+                [self._streamer], state.prefix(0), self._call.do_sample, state.default_device, ValueError
+            ):
                 self._streamer.put(ids)
 
     def add(self, result: VerificationResult) -> None:

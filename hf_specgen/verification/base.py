@@ -51,7 +51,7 @@ class VerificationSession(ABC):
 
     wants_q = False
     predicted_tokens: Sequence[Sequence[int]] = ()
-    _has_failed = False
+    _has_failed = False  # whether a token could not be sampled, behind a position that was emitted
 
     def __init__(self, call: Call):
         self.call = call
@@ -293,7 +293,7 @@ def are_nan(logits: torch.Tensor) -> torch.Tensor:
     return logits[..., 0].isnan()
 
 
-def exponential_race(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def sample_with_noise(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """Sample a token with probability proportional to its weight: the argmax of weight / exponential noise.
 
     Args:
@@ -306,7 +306,7 @@ def exponential_race(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor
     Source: the Gumbel-max trick, in the exponential form that `torch.multinomial` uses.
 
     Example:
-        >>> exponential_race(torch.tensor([[0.5, 0.5], [float("nan"), 1.0]]), torch.tensor([[2.0, 1.0]])).tolist()
+        >>> sample_with_noise(torch.tensor([[0.5, 0.5], [float("nan"), 1.0]]), torch.tensor([[2.0, 1.0]])).tolist()
         [1, -1]
     """
     scores = weights / noise
@@ -315,8 +315,10 @@ def exponential_race(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor
     return best.masked_fill(values.isnan(), INVALID)
 
 
-def exponential(shape: Sequence[int], device: torch.device, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Noise for `exponential_race`, in a shape whose last dimension is the vocabulary."""
+def exponential_noise(
+    shape: Sequence[int], device: torch.device, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """Noise for `sample_with_noise`, in a shape whose last dimension is the vocabulary."""
     return torch.empty(tuple(shape), dtype=torch.float32, device=device).exponential_(generator=generator)
 
 
@@ -328,7 +330,7 @@ def with_noise(scores: torch.Tensor, noise: torch.Tensor | None, tokens: torch.T
 
 
 def perturbed(scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Scores with noise: their argmax is the token that `exponential_race` samples from the softmax of `scores`.
+    """Scores with noise: their argmax is the token that `sample_with_noise` samples from the softmax of `scores`.
 
     The softmax of the result is weight / noise, normalised. `scores` are `[batch, positions, …, vocab]`, the noise
     `[batch, positions, vocab]` of a vocabulary of any size.

@@ -20,7 +20,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from hf_specgen.call import Call
-from hf_specgen.verification.processors import checked
+from hf_specgen.verification.processors import refusing_side_effects
 
 REPLACED_CRITERIA = (EosTokenCriteria, MaxLengthCriteria)
 """Criteria that are not called: `GenerationState.stop_ids` and `max_length` have the same effect."""
@@ -63,5 +63,5 @@ class CustomCriteria:
             return [False] * self._state.batch
         scores: Any = None if self.scores is None else (*self.scores, *chosen_scores)
         ids = self._state.prefix(self._state.prompt_length + positions)
-        with checked(self._criteria, ids, self._do_sample, self._state.default_device):
+        with refusing_side_effects(self._criteria, ids, self._do_sample, self._state.default_device):
             return self._criteria(ids, scores).tolist()

@@ -30,7 +30,7 @@ from hf_specgen import random_state
 from hf_specgen.call import Call
 from hf_specgen.random_state import NoiseSeed, NoiseSeeds
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification.base import VerificationSession, Verifier, argmax, exponential_race
+from hf_specgen.verification.base import VerificationSession, Verifier, argmax, sample_with_noise
 
 MAX_NOISE_BYTES = 256 * 2**20
 """Memory of buffered noise; limits how far rows may be apart: 64 tokens for 8 rows and a vocabulary of 131,072."""
@@ -82,7 +82,7 @@ class _ExactSession(VerificationSession):
                 device = self.call.state.device
                 generators = [torch.Generator(device).manual_seed(seed) for seed in self._seeds()]
             self._noise = NoiseBuffer(batch, vocab, generators, scores.dtype)
-        return exponential_race(scores.softmax(dim=-1), self._noise.at(token_indices))
+        return sample_with_noise(scores.softmax(dim=-1), self._noise.at(token_indices))
 
     def draft_noise(self, token_indices: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
         """The noise that the target samples with: where q is close to p, the two argmaxes mostly agree."""

@@ -11,11 +11,11 @@ from torch.nn.functional import pad
 
 from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree, children
-from hf_specgen.verification.base import VerificationSession, exponential
+from hf_specgen.verification.base import VerificationSession, exponential_noise
 
 
 class Nodes(NamedTuple):
-    """The nodes of draft trees, `[batch, nodes]`: tokens, queries of their parents, and whether they are no padding.
+    """The nodes of draft trees, `[batch, nodes]`: tokens, queries of their parents, and whether each is a real node.
 
     A step has `[batch, queries]` logits: query 0 is the row's last token, query ``i + 1`` its node ``i``.
     """
@@ -59,7 +59,7 @@ class PathSession(VerificationSession):
             return scores
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-        return scores - exponential(scores.shape, device, self._generators[device]).log()
+        return scores - exponential_noise(scores.shape, device, self._generators[device]).log()
 
     @abstractmethod
     def accept(self, scores: torch.Tensor, tree: DraftTree, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,7 +83,7 @@ class PathSession(VerificationSession):
         drafted = Nodes.of_tree(tree, scores.device)
         last, following = self.accept(scores.float(), tree, drafted)
         # The token after each query: on the path that of the next node, after its last node `following`. Nodes off the
-        # path write theirs to one query more, which is cut off.
+        # path write theirs to an extra query at the end, which is cut off.
         rows = torch.arange(len(last), device=last.device)
         queries = scores.shape[1]
         on_path = tree.structure().ancestors.to(last.device)[rows, last][:, 1:]  # padding comes last: never an ancestor

@@ -54,18 +54,18 @@ ROW_WISE = _classes(
 
 
 @contextmanager
-def checked(
+def refusing_side_effects(
     functions: Sequence[Any],
     ids: torch.Tensor,
     do_sample: bool,
     default_device: torch.device,
     error: type[ValueError] = UnrepeatableError,
 ) -> Iterator[None]:
-    """Inside, a user's functions receive `ids`, `[batch, length]`; raise if they do what cannot be repeated exactly.
+    """A context for calls of a user's functions with `ids`, `[batch, length]`; raises if they have side effects.
 
-    Plain `generate` would continue with ids that were changed in place. Its samples would come after numbers that a
-    function drew from the same generator, where here the noise of several steps is drawn at once. Other threads may
-    draw from it at any time: where there are some, the operators of this thread are observed.
+    These are ids changed in place, with which plain `generate` would continue, and numbers drawn from the generator
+    that samples the tokens: here the noise of several steps is drawn at once. Other threads may draw from it at any
+    time: where there are some, the operators of this thread are observed.
     """
     functions = list(filter(is_user_defined, functions))
     if not functions:
@@ -192,9 +192,9 @@ class LogitsPipeline:
         """The processors for which all rows have to advance by the same number of tokens."""
 
     def scores_at(self, step: int, logits: torch.Tensor) -> torch.Tensor:
-        """Processed scores of one generated position, `[batch, vocab]`; rows that have not reached it are ignored."""
+        """Processed scores of one generated position, `[batch, vocab]`; arbitrary for rows that have not reached it."""
         text = self._state.prefix(self._state.prompt_length + step)
-        with checked(self._processors, text, self._do_sample, self._state.default_device):
+        with refusing_side_effects(self._processors, text, self._do_sample, self._state.default_device):
             scores = cast(torch.Tensor, self._processors(text, logits))
         if scores is None or scores.shape[:-1] != logits.shape[:-1]:
             shape = "None" if scores is None else f"scores of shape {tuple(scores.shape)}"

@@ -34,7 +34,7 @@ from torch.nn.functional import pad
 
 from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree, Parents, children
-from hf_specgen.verification.base import VerificationSession, Verifier, argmax, exponential, exponential_race
+from hf_specgen.verification.base import VerificationSession, Verifier, argmax, exponential_noise, sample_with_noise
 from hf_specgen.verification.exact import ExactVerifier, ReusedNoiseSession
 from hf_specgen.verification.path_session import Nodes, PathSession
 
@@ -73,13 +73,13 @@ class RejectionSession(PathSession):
         order = torch.tensor([(*visit_times(row), *[queries] * (queries - 1 - len(row))) for row in tree.parents])
         last = order.to(p.device).masked_fill(~accepted, queries).argmin(dim=1)
         left = remaining[torch.arange(batch, device=p.device), last]
-        return last, exponential_race(left, exponential(left.shape, p.device))[:, None]
+        return last, sample_with_noise(left, exponential_noise(left.shape, p.device))[:, None]
 
 
 def path_weights(
     p: torch.Tensor, q: torch.Tensor | None, tokens: torch.Tensor, parents: torch.Tensor, is_node: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each query, the probability to accept it, and p after it, where all nodes below it are rejected.
+    """For each query, the probability of accepting it, and p after it, given that all nodes below it are rejected.
 
     These are the w and p above: `[batch, queries]`, and `[batch, queries, vocab]`. Query 0 is the row's last token,
     query ``i + 1`` its node ``i``. `parents` are the queries of the parents, `[batch, nodes]`; where `is_node` is False
@@ -87,7 +87,7 @@ def path_weights(
     """
     rows = torch.arange(len(p), device=p.device)
     remaining = p.clone()
-    is_left = torch.ones_like(p, dtype=torch.bool)  # tokens that no child of a query has yet
+    is_left = torch.ones_like(p, dtype=torch.bool)  # of each query, the tokens that none of its children so far has
     weights = p.new_zeros(p.shape[:2])
     weights[:, 0] = 1
     # A node gets its weight from its parent, as that is after the rejection of earlier siblings. Its own children come
@@ -122,10 +122,10 @@ def visit_times(parents: Parents) -> tuple[int, ...]:
     """
     lists = children(parents)
     order = list[int]()
-    open_queries = [0]
-    while open_queries:
-        order.append(open_queries.pop())
-        open_queries += [node + 1 for node in lists[order[-1]]]
+    stack = [0]
+    while stack:
+        order.append(stack.pop())
+        stack += [node + 1 for node in lists[order[-1]]]
     times = {query: time for time, query in enumerate(reversed(order))}
     return tuple(times[query] for query in range(len(order)))
 
@@ -187,4 +187,6 @@ class _TypicalSession(PathSession):
         depths, ancestors = (part.to(p.device) for part in tree.structure())
         is_reached = (pad(accepted, (1, 0), value=True)[:, None] | ~ancestors).all(dim=2)
         last = depths.masked_fill(~is_reached, -1).argmax(dim=1)
-        return last, exponential_race(p, exponential(p.shape, p.device)) if self.call.do_sample else argmax(scores)
+        return last, sample_with_noise(p, exponential_noise(p.shape, p.device)) if self.call.do_sample else argmax(
+            scores
+        )

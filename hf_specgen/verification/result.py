@@ -44,10 +44,9 @@ def reindexed_result(
 ) -> VerificationResult:
     """The same outcome in the node indices of another draft of the same rows, `tree`.
 
-    It may lack verified nodes or have further ones.
-
-    With `verified_tree`, of which the pass had the first `result.num_in_pass` nodes, those of them that are in `tree`
-    are counted. They count as its first ones: both trees have the most probable nodes first.
+    `tree` may lack verified nodes or have further ones. With `verified_tree`, the draft that was verified, the nodes of
+    `tree` that were in the pass are counted: they count as the first ones of `tree`, as both trees have the most
+    probable nodes first.
 
     Example:
         >>> both = VerificationResult([[0, 2]], [[5, 6, 9]], accepted=[2])
@@ -59,7 +58,7 @@ def reindexed_result(
     emitted = [tokens[:count] for tokens, count in zip(result.tokens, result.accepted, strict=True)]
     nodes = list(map(path_of_tokens, tree.token_lists(), tree.parents, emitted))
     # An accepted token that ends the row is the pending token, which no path contains.
-    paths = [None if path is None else own[: len(path)] for path, own in zip(result.paths, nodes, strict=True)]
+    paths = [None if path is None else new[: len(path)] for path, new in zip(result.paths, nodes, strict=True)]
     num_in_pass = []
     if verified_tree is not None:
         counts = enumerate(result.num_in_pass)

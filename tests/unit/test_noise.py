@@ -9,7 +9,7 @@ import torch
 from hf_specgen import DraftTree
 from hf_specgen.random_state import NoiseSeed, NoiseSeeds, kept, take
 from hf_specgen.verification import RejectionVerifier, VerificationSession, exact
-from hf_specgen.verification.base import INVALID, argmax, exponential_race
+from hf_specgen.verification.base import INVALID, argmax, sample_with_noise
 from hf_specgen.verification.exact import NoiseBuffer, check_multinomial, weights_hash
 from tests.helpers.calls import make_call, make_state
 
@@ -38,7 +38,7 @@ def race_winners(p: torch.Tensor, e: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_exponential_race_picks_the_tokens_of_multinomial(batch: int) -> None:
+def test_sample_with_noise_picks_the_tokens_of_multinomial(batch: int) -> None:
     """Would catch: noise of another distribution, shape or order than multinomial's, rows swapped."""
     p = distributions(40, batch)
     torch.manual_seed(5)
@@ -153,10 +153,10 @@ def test_argmax_is_that_of_torch(name: str) -> None:
     assert torch.equal(argmax(scores), scores.argmax(dim=-1))
 
 
-def test_exponential_race_with_nan_is_invalid() -> None:
+def test_sample_with_noise_with_nan_is_invalid() -> None:
     """Would catch: a token sampled from scores that are no distribution."""
     weights = torch.tensor([[[0.1, 0.9], [0.5, float("nan")]]])
-    assert exponential_race(weights, torch.ones(1, 2, 2)).tolist() == [[1, INVALID]]
+    assert sample_with_noise(weights, torch.ones(1, 2, 2)).tolist() == [[1, INVALID]]
 
 
 def test_row_noise_of_a_row_depends_on_its_seed_alone() -> None:
