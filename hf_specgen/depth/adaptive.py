@@ -29,7 +29,7 @@ FORGETTING = 0.9  # factor by which the weight of earlier drafts in the acceptan
 
 @dataclass
 class DraftingTimeLoss:
-    """Time that drafting has lost, in units of T(1), less what it has gained and what it may lose."""
+    """Time that drafting has lost, in units of T(1), minus what it has gained and minus its allowance."""
 
     relative_time: float = 0.0
 
@@ -101,7 +101,7 @@ class AdaptiveDepth(Policy):
 
 
 class SharedDepth(Policy):
-    """A policy for calls that cannot measure T(q); it changes nothing but sessions of `AdaptiveDepth`.
+    """Gives sessions of `AdaptiveDepth` a T(q), in calls that cannot measure it; other policies stay as they are.
 
     Args:
         policy: as the user gave it.
@@ -135,7 +135,8 @@ class AdaptiveSession(PolicySession):
         self._loss = memory.recall(self._model, self._key, DraftingTimeLoss)
         self._drafter_estimator: DrafterLatencyEstimator | None = None
         self._target_estimator: TargetLatencyEstimator | None = None
-        # Draft tokens up to the first rejected one of a row: no later one was tested. A prior: two, accepted with 0.7.
+        # Draft tokens of recent drafts that were accepted, and that were tested: these and the first rejected one of
+        # each row. The prior is two tested tokens at an acceptance rate of 0.7.
         self._accepted = 1.4
         self._tested = 2.0
         self._nodes_per_level = 1.0
@@ -143,15 +144,15 @@ class AdaptiveSession(PolicySession):
         self._has_drafted = False
         if self._is_measured and learns_from_steps(call.model):
             self._target_estimator = TargetLatencyEstimator(call)
-            self._use(*self._target_estimator.curves)
+            self._use_curves(*self._target_estimator.curves)
         elif self._is_measured:
-            self._use_measured(recalled_curve(call))
+            self._use_measured_curve(recalled_curve(call))
         else:
             latency = policy.latency or assumed_latency(call.state.device)
             self.latency = latency.for_drafter(str(drafting.key[0]), drafting.negligible_draft_cost)
 
     def share(self, loss: DraftingTimeLoss | None, curve: CostCurve | None = None) -> None:
-        """Run the steps in passes that other calls share; before the first one.
+        """Prepare for steps in passes that other calls share; called before the first step.
 
         Args:
             loss: the mean loss of the calls, counted by `SharedSteps`; None: this call counts its own.
@@ -164,9 +165,9 @@ class AdaptiveSession(PolicySession):
             self._ignores_other_rows = self._call.drafting.negligible_draft_cost
         if self._target_estimator is not None:  # in common passes steps of one call time no sizes
             self.latency = self._drafter_estimator = self._target_estimator = None
-            self._use_measured(recalled_curve(self._call))
+            self._use_measured_curve(recalled_curve(self._call))
         if self._is_measured:
-            self._use_measured(curve)
+            self._use_measured_curve(curve)
 
     def step_latency(self, rows: int, context: int) -> StepLatency | None:
         state = self._call.state
@@ -176,16 +177,16 @@ class AdaptiveSession(PolicySession):
 
     def prefilled(self, target: Target) -> None:
         if self.latency is None and self._target_estimator is None:
-            self._use_measured(target_curve(self._call, target))
+            self._use_measured_curve(target_curve(self._call, target))
 
-    def _use_measured(self, curve: CostCurve | None) -> None:
-        """Begin with a T(q) that was measured, if there is one."""
+    def _use_measured_curve(self, curve: CostCurve | None) -> None:
+        """Use a T(q) that was measured, if there is one, with a new estimate of the time of drafting."""
         if curve is not None:
             self._drafter_estimator = None
-            self._use(curve)
+            self._use_curves(curve)
 
-    def _use(self, *curves: CostCurve) -> None:
-        """Continue with these T(q), each at another number of rows."""
+    def _use_curves(self, *curves: CostCurve) -> None:
+        """Use these T(q), each at another number of rows, and what is known of the time of drafting."""
         if not curves:
             return
         if self._drafter_estimator is None:
@@ -194,8 +195,8 @@ class AdaptiveSession(PolicySession):
             self._drafter_estimator.curves = curves
         self.latency = self._drafter_estimator.latency()
 
-    def _at(self, rows: int) -> StepLatency:
-        """The latencies of a step of `rows` rows."""
+    def _latency_of_step(self, rows: int) -> StepLatency:
+        """The latencies of a step of `rows` rows, once latencies are known."""
         return cast(StepLatency, self.step_latency(rows, self._call.context_length))
 
     def depths(self, limits: Sequence[int]) -> list[int]:
@@ -218,7 +219,7 @@ class AdaptiveSession(PolicySession):
 
     def _uncached_cost(self, rows: int) -> float:
         """Time of the drafter for tokens that it has not processed yet, in units of T(1)."""
-        target, drafter = self._at(rows)
+        target, drafter = self._latency_of_step(rows)
         seconds = drafter.pass_seconds(rows * (1 + self._uncached)) - drafter.pass_seconds(rows)
         return seconds / target.seconds_of(rows)
 
@@ -232,7 +233,7 @@ class AdaptiveSession(PolicySession):
 
     def _fastest_depth(self, rows: int, limit: int) -> int:
         """The depth with the most expected tokens per second, at least 1, at one acceptance rate and tree width."""
-        target, drafter = self._at(rows)
+        target, drafter = self._latency_of_step(rows)
         state = self._call.state
         # Rows of other calls that are in the drafter's passes too.
         other_rows = state.other_rows if state.drafts_together and not self._ignores_other_rows else 0
@@ -247,7 +248,7 @@ class AdaptiveSession(PolicySession):
         """Use the times of a step; count the loss and the acceptance of one with a draft."""
         # T(q), where steps time it.
         if self._target_estimator is not None and self._target_estimator.observe(step):
-            self._use(*self._target_estimator.curves)
+            self._use_curves(*self._target_estimator.curves)
         if self.latency is None or not step.has_draft:
             return
         rows = [row for row in step.rows if row is not None]
@@ -264,13 +265,12 @@ class AdaptiveSession(PolicySession):
         if self._has_shared_loss:
             self._loss.add(-step.excluded_time_loss / (1 + self._call.state.other_rows))
         else:
-            latency = self._at(step.pass_rows)
+            latency = self._latency_of_step(step.pass_rows)
             emitted = sum(row.emitted for row in rows) / max(1, len(rows))
             seconds = latency.target.seconds_of(step.pass_rows * step.tokens_per_row)
             self._loss.count(latency, step.pass_rows, seconds, step.tokens_per_pass, emitted)
             self._loss.add(-step.excluded_time_loss)
             memory.store(self._model, self._key, self._loss)
-        # How often a token is accepted, given that those before it are: of each row up to the first rejected one.
         if drafted:
             self._accepted = FORGETTING * self._accepted + sum(row.accepted for row in drafted)
             self._tested = FORGETTING * self._tested + sum(min(row.depth, row.accepted + 1) for row in drafted)

@@ -117,7 +117,7 @@ def _stored_curve(call: Call, times: dict[int, float]) -> CostCurve:
     """T(q) from measured times, kept for later calls; sizes beyond the timed ones in proportion to their tokens."""
     points = dict(times)
     earlier: CostCurve | None = memory.recall(call.model, ("delayed", *curve_key(call)), lambda: None)
-    # Of the earlier one some sizes were delayed, and maybe others now: `DrafterLatencyEstimator.forget_slow_curve`.
+    # In a curve that `forget_slow_curve` has deleted some sizes were delayed, as others may be now: the minimum counts.
     if earlier is not None:
         points = {q: min(seconds, earlier(q)) for q, seconds in times.items()}
     largest = max(points)
@@ -246,8 +246,8 @@ class DrafterLatencyEstimator:
         # far, and the median at the end.
         if len(self._ratios) == 1 or (self._is_cpu and not self.is_known):
             return False
-        taken = median(self._ratios[1:]) if self.is_known else min(self.fraction, *self._ratios[1:])
-        self.fraction = from_first_rank(taken, self._group)
+        ratio = median(self._ratios[1:]) if self.is_known else min(self.fraction, *self._ratios[1:])
+        self.fraction = from_first_rank(ratio, self._group)
         if self.is_known:
             memory.store(self._model, self._key, self.fraction)
         return True

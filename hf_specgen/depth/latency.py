@@ -71,7 +71,7 @@ class CostCurve:
 
 
 def fastest(tokens: Floats, seconds: Floats, margin: float = 0.0) -> int:
-    """The choice with the most expected tokens per second; choice 0 unless another one is faster by `margin`.
+    """The index of the choice with the most expected tokens per second; 0 unless another is faster by `margin`.
 
     Args:
         tokens: `[choices]` expected tokens of a step; choice 0 is to draft nothing, or nothing more.
@@ -133,15 +133,15 @@ class Bucket(NamedTuple):
 
 
 class StepLatency(NamedTuple):
-    """Latencies of the next steps."""
+    """Latencies of target and drafter, at the numbers of rows and cached tokens of the next steps."""
 
     target: CostCurve
     draft: DraftLatency
 
     def per_row(self, rows: int, drafts_together: bool) -> StepLatency:
-        """The latencies divided by `rows`, for one row of a shared pass; of the drafter if `drafts_together`.
+        """One row's part of the latencies of a shared pass: those of the target divided by `rows`.
 
-        The target's are then given for the tokens of one row, the drafter's still for the tokens of all rows.
+        Those of the drafter too if `drafts_together`, which then are still given for the tokens of all rows.
         """
         seconds = tuple(self.target.seconds_of(rows * q) / rows for q in self.target.queries)
         target = replace(self.target, seconds=seconds, batch=1)

@@ -26,7 +26,7 @@ class PolicySession(ABC):
     def step_latency(self, rows: int, context: int) -> StepLatency | None:
         """The latencies of a step of `rows` rows of the call, for strategies that size their own trees.
 
-        The longest row has `context` tokens. Of passes shared with other calls it may be a part.
+        The longest row has `context` tokens. For passes shared with other calls it may be this call's part alone.
         """
         return None if self.latency is None else self.latency.at(rows, context)
 

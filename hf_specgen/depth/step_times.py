@@ -93,31 +93,31 @@ class CurvePosterior:
         return cls(means, covariance, {1: 1}, context, batch)
 
     def with_step(self, size: int, seconds: float) -> CurvePosterior:
-        """The distribution after another step."""
+        """The distribution after another step: the log of its seconds is the sum of one or two entries and noise."""
         covariance = self.covariance.copy()
         covariance[0, 0] += SPEED_CHANGE**2
         terms = [0] if size == 1 else [0, SIZES.index(size)]
-        with_sum = covariance[terms].sum(axis=0)
-        variance = with_sum[terms].sum()
+        covariance_with_sum = covariance[terms].sum(axis=0)
+        variance = covariance_with_sum[terms].sum()
         innovation = log(seconds) - self.means[terms].sum()
-        # A delayed step is noisier than others: Student's t-distribution, as a normal one with a variance of its own.
+        # Noise of Student's t-distribution, as a normal one with a larger variance if the time is far from expected.
         relative = innovation**2 / (variance + STEP_NOISE**2)
         noise = STEP_NOISE**2 * max(1.0, (DEGREES_OF_FREEDOM + relative) / (DEGREES_OF_FREEDOM + 1))
         counts = {**self.counts, size: self.counts.get(size, 0) + 1}
         posterior = CurvePosterior(self.means, covariance, counts, self.context, self.batch)
-        return posterior._conditioned_on(innovation, with_sum, variance + noise)
+        return posterior._conditioned_on(innovation, covariance_with_sum, variance + noise)
 
-    def _conditioned_on(self, innovation: float, with_sum: Floats, variance: float) -> CurvePosterior:
+    def _conditioned_on(self, innovation: float, covariance_with_sum: Floats, variance: float) -> CurvePosterior:
         """The distribution given the observation of a sum of terms.
 
         Args:
             innovation: the observed value less the mean of the sum.
-            with_sum: `[sizes]` the covariance of each entry with the sum.
+            covariance_with_sum: `[sizes]` the covariance of each entry with the sum.
             variance: of the observed value.
         """
-        gain = with_sum / variance
+        gain = covariance_with_sum / variance
         means = self.means + gain * innovation
-        covariance = self.covariance - gain[:, None] * with_sum
+        covariance = self.covariance - gain[:, None] * covariance_with_sum
         return CurvePosterior(means, covariance, self.counts, self.context, self.batch)
 
     def in_later_call(self) -> CurvePosterior:

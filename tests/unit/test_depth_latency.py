@@ -304,7 +304,7 @@ def test_drafter_timer_without_passes_takes_the_time_of_a_draft() -> None:
     assert [estimator.observe(draft_record(0.1, passes=())) for _ in range(5)][-1]
     assert estimator.latency().at(1, 100).draft.draft_seconds(()) == pytest.approx(0.1)
     session = AdaptiveDepth().start(call)
-    session._use(curve)
+    session._use_curves(curve)
     for _ in range(99):
         depths = session.depths([99])
         session.observe(StepRecord(depths, [RowStep(0, 0, 0, 1)], 1, {}, ()))
