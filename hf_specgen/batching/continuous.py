@@ -45,7 +45,8 @@ class ContinuousBatchingRun:
     add_statistics: Callable[[Statistics], None] = lambda _: None
     report_plain: Callable[[str], None] = _raise  # receives the reason why a manager cannot speculate
     is_plain: bool = False  # whether a manager of the call runs plainly; later ones then do too
-    refusals: list[str] | None = None  # receives why requests fail that the strategy refuses; None: they run plainly
+    # Receives the reasons for which the strategy refuses requests, which then fail; None: these run plainly.
+    refusals: list[str] | None = None
 
 
 _run: ContextVar[ContinuousBatchingRun | None] = ContextVar("hf_specgen_continuous_batching_run", default=None)
@@ -57,7 +58,7 @@ def generate_batch(
 ) -> Any:
     """`model.generate_batch(*args, **kwargs)` with the keywords of this package, or an attached strategy.
 
-    Where it cannot speculate, see `_reasons`, it raises a `ValueError`, or runs an attached strategy plainly.
+    Where it cannot speculate (`_unsupported_settings`), it raises a `ValueError`, or runs an attached strategy plainly.
     """
     begin = perf_counter()
     run = _run_of(kwargs, attachment and attachment.of_thread(model))
@@ -84,7 +85,7 @@ def generate_batch(
 
 
 def _run_of(kwargs: dict[str, Any], attachment: Any) -> ContinuousBatchingRun:
-    """The run of a call: by its keywords of this package, which are removed, or by the attached strategy."""
+    """The run of a call, with settings from its keywords, which are removed, or from the attached strategy."""
     if "candidate_generator" in kwargs:
         candidates = kwargs.pop("candidate_generator")
         keywords = settings_in(kwargs)
@@ -99,7 +100,7 @@ def _run_of(kwargs: dict[str, Any], attachment: Any) -> ContinuousBatchingRun:
 def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: dict[str, Any], attachment: Any) -> Any:
     """`model.init_continuous_batching(*args, **kwargs)`: a manager that speculates if the call or the model does."""
     arguments = by_name(original, args, kwargs)
-    # A manager of a `generate_batch` call, or one that no such call makes.
+    # The run of the `generate_batch` call that makes the manager; without such a call, that of the attached strategy.
     run = _run.get() or _run_of({}, attachment and attachment.of_thread(model))
     settings = None if run.is_plain else run.settings
     if settings is not None:
@@ -108,7 +109,7 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
         is_async = config.use_async_batching or False
         config = replace(config, use_async_batching=is_async, use_cuda_graph=config.use_cuda_graph or False)
         settings = settings.for_model(compat.unwrapped(model))
-        if reason := _reason(settings, model, arguments.get("generation_config"), config):
+        if reason := _unsupported_reason(settings, model, arguments.get("generation_config"), config):
             run.report_plain(reason)
             run.is_plain = True
             settings = None
@@ -129,8 +130,8 @@ def _packed_step_policy(policy: Policy, model: Any) -> Policy:
     """The policy for packed steps: with T(q), the time of a pass over q tokens, of the model with unpaged attention.
 
     A packed step also takes time for scheduling, however many tokens it has. As T(q) leaves it out, a draft token seems
-    to lengthen a step by more than it does: drafts may be shorter than the fastest ones, but not longer. Without T(q)
-    nothing is drafted.
+    to lengthen a step by a larger factor than it does: drafts may be shorter than the fastest ones, but not longer.
+    Without T(q) nothing is drafted.
     """
     if not policy.measures_latency():
         return policy
@@ -138,18 +139,20 @@ def _packed_step_policy(policy: Policy, model: Any) -> Policy:
         return SharedDepth(policy, model_curve(model))
 
 
-def _reason(settings: Settings, model: Any, generation_config: Any, config: ContinuousBatchingConfig) -> str:
+def _unsupported_reason(
+    settings: Settings, model: Any, generation_config: Any, config: ContinuousBatchingConfig
+) -> str:
     """Why a new manager cannot speculate; empty if it can."""
     # Transformers returns a manager that it kept, whose config then applies instead of the one passed here.
     cached = transformers_batching.cached_manager(model)
     in_use = config if cached is None else cached.continuous_batching_config
     generation_config = generation_config or model.generation_config
     processors = transformers_batching.packed_step_processors(model, generation_config, in_use)
-    return next(_reasons(settings, model, in_use, processors), "")
+    return next(_unsupported_settings(settings, model, in_use, processors), "")
 
 
-def _reasons(settings: Settings, model: Any, config: Any, processors: Sequence[Any]) -> Iterator[str]:
-    """Why continuous batching cannot speculate with these settings, model, `ContinuousBatchingConfig`, processors."""
+def _unsupported_settings(settings: Settings, model: Any, config: Any, processors: Sequence[Any]) -> Iterator[str]:
+    """What hinders speculation, among the settings, the model, the `ContinuousBatchingConfig` and the processors."""
     if not isinstance(settings.verifier, ExactVerifier):
         yield "continuous batching verifies exactly; leave verification= out"
     if settings.monitor is not None or settings.prediction is not None or settings.compile == "graphs":

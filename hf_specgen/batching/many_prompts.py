@@ -305,7 +305,7 @@ class _Batch:
         """
         pending = [loop.state.last_token(0) for loop in loops]
         width = max(tree.nodes for tree in trees)
-        # The trees as the rows of one: each without padding, which has no parents, then all as wide as the widest.
+        # One tree with a row for each call, from its nodes without padding, which has no parents; padded to the widest.
         nodes = [(tree.token_lists()[0][: len(tree.parents[0])], tree.parents[0]) for tree in trees]
         logits = self._target.forward(DraftTree.from_nodes(nodes).padded(width), pending)
         if width and bool(are_nan(logits).any()):
@@ -327,7 +327,7 @@ class _Batch:
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
-        """The contexts in which `generate` runs forward passes, for passes after it has returned."""
+        """The contexts in which `generate` runs forward passes, for those that run after it has returned."""
         optimized = compat.optimized_for_decoding(self._model)
         with torch.no_grad(), compat.without_compilation(self._model), optimized, compat.default_device():
             yield

@@ -143,7 +143,7 @@ class RequestOutputs:
 
 
 class Request:
-    """A request, Transformers' `RequestState`: the steps of its call, and `tree`, its draft in the present step.
+    """The steps of one request, Transformers' `RequestState`, and `tree`, its draft in the present step.
 
     If the strategy refuses the request with a `ValueError`, it is decoded without drafts; `refusal` is then the reason.
     """

@@ -124,11 +124,11 @@ class PackedSteps:
         The step has `tokens` tokens so far, and may have `token_budget`.
         """
         self._update_requests(scheduled)
-        most = max(0, token_budget - tokens) if self._num_decoding else 0  # draft tokens
+        max_draft_tokens = max(0, token_budget - tokens) if self._num_decoding else 0
         self._shared.begin([request.steps for _, request in self._scheduled], self._num_decoding)
         self._step_seconds = self._predicted_seconds(tokens, token_budget)
-        self._draft(most)
-        counts = self._verified_counts(most)
+        self._draft(max_draft_tokens)
+        counts = self._verified_counts(max_draft_tokens)
         self._drafted = 0
         for index, (future, request) in enumerate(self._scheduled):
             count = max(0, min(counts[index], self._max_length - 1 - future.state.position_offset))
@@ -172,10 +172,11 @@ class PackedSteps:
                 _warn_of_refusal(self._warned_reasons, request.refusal)
         return request
 
-    def _draft(self, most: int) -> None:
-        """Draft for the decoding requests, if a step with up to `most` draft tokens, all accepted, would be faster."""
+    def _draft(self, max_draft_tokens: int) -> None:
+        """Draft for the decoding requests, if some number of draft tokens, all of them accepted, would be faster."""
         may_be_faster = (
-            self._step_seconds is None or fastest_count([1.0] * most, self._num_decoding, self._step_seconds) > 0
+            self._step_seconds is None
+            or fastest_count([1.0] * max_draft_tokens, self._num_decoding, self._step_seconds) > 0
         )
         planned = [(future, one) for future, one in self._scheduled if future.has_new_token and one.generated]
         may_draft = [may_be_faster and self._may_draft(future.state, request) for future, request in planned]
@@ -190,12 +191,13 @@ class PackedSteps:
         # A request that was evicted, and ends its second prefill in this step, has `generated` but no
         # `generated_tokens`. Its step is planned without a draft, as `Request.verify` ends it with `end_step`.
         is_decoding = bool(state.generated_tokens)
-        # Blocks that are restored from the host in this step count as completed by it: `_roll_back` would count anew.
+        # Blocks that are restored from the host in this step are added to its `complete_blocks`, and `_roll_back` would
+        # replace these.
         is_cached = not state.is_cpu_offloaded
         fits_window = state.position_offset < self._max_length - 1
         return is_decoding and is_cached and fits_window and not request.refusal
 
-    def _verified_counts(self, most: int) -> Counter[int]:
+    def _verified_counts(self, max_draft_tokens: int) -> Counter[int]:
         """How many draft tokens of each request are verified: the most probable ones of all requests together."""
         gains_of_requests = list[tuple[float, int]]()
         for index, (_, request) in enumerate(self._scheduled):
@@ -204,7 +206,7 @@ class PackedSteps:
             probability = request.tree.probability[0][:nodes] if request.tree.probability else [1.0] * nodes
             gains_of_requests += [(gain, index) for gain in probability]
         # The nodes of a tree are in descending order already: of each tree the first ones are counted.
-        ranked = sorted(gains_of_requests, key=lambda gain_and_index: -gain_and_index[0])[:most]
+        ranked = sorted(gains_of_requests, key=lambda gain_and_index: -gain_and_index[0])[:max_draft_tokens]
         count = len(ranked)
         if ranked and self._step_seconds is not None:
             count = fastest_count([gain for gain, _ in ranked], self._num_decoding, self._step_seconds[: 1 + count])
