@@ -99,7 +99,7 @@ class AcceptanceEstimator:
         self._counts = np.zeros_like(self._prior)
         self._sums = np.zeros_like(self._prior)
         self._sums_of_candidates = np.zeros(1 + STATES)  # [s] of the probabilities that one candidate is accepted
-        self._expected_by_state: Floats | None = None  # see `_of_states`
+        self._expected_by_state: Floats | None = None  # see `_expected_after_states`
         # Accepted draft tokens, and the sum of the path probabilities of all of them; each with a prior of 2.
         self._accepted_tokens = 2.0
         self._expected_tokens = 2.0
@@ -136,11 +136,11 @@ class AcceptanceEstimator:
 
         First if of each level only the nodes to expand are verified, then if all candidates are.
         """
-        return self._of_states(levels)[:, :levels, _states(probability)]
+        return self._expected_after_states(levels)[:, :levels, _states(probability)]
 
     def expected_of_draft(self, levels: int) -> Floats:
         """`[levels]` expected accepted tokens in the first 1, 2, … levels of a draft, of all candidates."""
-        return self._of_states(levels)[1, :levels, START]
+        return self._expected_after_states(levels)[1, :levels, START]
 
     @property
     def transitions(self) -> Floats:
@@ -159,13 +159,14 @@ class AcceptanceEstimator:
         prior_mean[START] = prior[START]
         return ((prior_mean + sums).T / weights).T
 
-    def _of_states(self, levels: int) -> Floats:
-        """`[2, levels or more, 1 + STATES]` as `expected`, below nodes of each state."""
+    def _expected_after_states(self, levels: int) -> Floats:
+        """`[2, levels or more, 1 + STATES]` as `expected`, below each state; kept until levels are recorded."""
         if self._expected_by_state is not None and self._expected_by_state.shape[1] >= levels:
             return self._expected_by_state
-        power = self.transitions  # of as many levels as `accepted` has
+        power = self.transitions  # `transitions` to the power of `accepted.shape[1]`
         candidates = self._means(self._prior_of_candidates, self._sums_of_candidates)
-        accepted = np.stack([power.sum(axis=1), candidates])[:, None]  # [2, n - 1, s] that the n-th token is accepted
+        # [2, n - 1, s] the probability that the n-th token after state s is accepted
+        accepted = np.stack([power.sum(axis=1), candidates])[:, None]
         while accepted.shape[1] < levels:
             accepted = np.concatenate([accepted, accepted @ power.T], axis=1)
             power = power @ power

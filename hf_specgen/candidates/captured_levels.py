@@ -53,7 +53,7 @@ class CandidateProposer:
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """`[batch, nodes, draft vocab]` the processed scores of a pass."""
         scores = logits[..., : self.vocab].float()
-        if self.wants_q or self.processors.reads_on_host:  # which refuse NaN and infinity
+        if self.wants_q or self.processors.reads_on_host:  # neither takes NaN or infinity
             scores = finite(scores)
         return self.processors(scores, all_tokens=self.token_ids is None)
 
@@ -111,7 +111,7 @@ class CapturedLevelsOutput(NamedTuple):
     levels: LevelTensors
     selection: NodeSelection
     states: Any  # `[batch, nodes, …]` of the nodes of the last pass
-    text_outputs: Any = None  # what the drafter returned for each row's last token of new text, for `store_text`
+    text_outputs: Any = None  # for `store_text`: outputs of the pass over new text but logits, of each row's last token
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class CapturedLevels(Capturable[LevelInputs, CapturedLevelsOutput]):
         if inputs.text is not None:
             output = self._forward_text(module, inputs.text, inputs, cache)
             states = output.states
-            text_outputs = output[1:]
+            text_outputs = output[1:]  # without the logits
             self._add(builder, output.logits, next(noise_by_pass))
         # In the cache, the expanded nodes follow each row's last token.
         layer = cache.layers[0]

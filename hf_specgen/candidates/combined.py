@@ -99,11 +99,11 @@ class CombinedCandidates(Candidates):
         return self._changed(strategies=tuple(members), drafter=members)
 
     def settings(self) -> DraftingSettings:
-        own = super().settings()
+        settings = super().settings()
         return replace(
-            own,
+            settings,
             has_negligible_cost_drafts=any(one.negligible_draft_cost for one in self.strategies),
-            max_slots=max(own.max_slots, *(one.settings().max_slots for one in self.strategies)),
+            max_slots=max(settings.max_slots, *(one.settings().max_slots for one in self.strategies)),
         )
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
@@ -147,7 +147,7 @@ class _CombinedSession(DraftSession):
         self._recycling = next(recycling, None)
         # Nodes cannot be added to a draft that an early-exit target has run its first layers on. Rejection sampling
         # verifies every node that was drawn: copied ones beside them cost more than they yield.
-        self._verifies_one = batch.wants_q or isinstance(batch.target, EarlyExitTarget)
+        self._verifies_one_draft = batch.wants_q or isinstance(batch.target, EarlyExitTarget)
         # A short call does not make up for the prefill of drafters.
         self._uses_drafters = self._num_without_pass < len(members) and batch.prefill_is_short()
         self._member_trees = [DraftTree.empty(batch.state.batch)] * len(members)
@@ -206,7 +206,7 @@ class _CombinedSession(DraftSession):
         for session, k in self._members[self._num_without_pass :]:
             draft = self._draft_member(session, k if self._needs_drafters else 0, max_depths)
             self.tokens_per_pass += session.passes_of(draft)
-            if draft.nodes and self._verifies_one:
+            if draft.nodes and self._verifies_one_draft:
                 tree = draft
                 self._needs_drafters = False  # nothing is merged, and no further member drafts
         if self._needs_drafters and any(draft.nodes for draft in self._member_trees[self._num_without_pass :]):

@@ -64,7 +64,7 @@ class FeatureQueue:
 
     @property
     def has_rows(self) -> bool:
-        """Whether hidden states were received; rows stay where all of theirs were removed."""
+        """Whether hidden states were received, also if all of them have been removed."""
         return bool(self._rows)
 
     def receive(self) -> None:
@@ -135,7 +135,7 @@ class FeatureQueue:
 
         A row that exceeds the window is restarted: it gets all features in the window, those removed before included.
         """
-        new = HeadText([], [], self._batch.is_active(), is_first=not self._was_read)
+        text = HeadText([], [], self._batch.is_active(), is_first=not self._was_read)
         self._was_read = True
         restarted = []
         for index, row in enumerate(self._rows):
@@ -144,9 +144,9 @@ class FeatureQueue:
                 features = row.cached_states
                 tokens = row.cached_tokens
                 restarted.append(index)
-            new.features.append(features)
-            new.tokens.append(tokens)
-        return new._replace(restarted=restarted)
+            text.features.append(features)
+            text.tokens.append(tokens)
+        return text._replace(restarted=restarted)
 
     def _pop_states_of_row(self, index: int, row: _Queue, limit: float) -> tuple[torch.Tensor, list[int]]:
         """Remove the first `limit` features of a row, or all of fewer features; returns the token after each, too."""
@@ -170,7 +170,7 @@ class FeatureQueue:
 
 
 class LastStates:
-    """The target's hidden states that chose the last token of each row, for heads that read no other states."""
+    """The target's hidden states from which the last token of each row was chosen, for heads that read only these."""
 
     def __init__(self, batch: DraftBatch, layers: Sequence[int]):
         self._batch = batch

@@ -62,7 +62,8 @@ def one_pass_draft(batch: DraftBatch, drafter: Drafter[T], text: T, tree: str | 
     predicted = drafter.forward_depths(text, max(depths))  # the drafter's only pass
     scores, rows = _ranked(batch, predicted, 1 if tree is None or batch.verifies_chains_only else MAX_RANKS)
     sizer = tree_sizer(default_tree(batch, tree), batch, depths)
-    trees = [best_combinations(*pair, sizer, batch.wants_q) for pair in zip(rows, depths, strict=True)]
+    rows_and_depths = zip(rows, depths, strict=True)
+    trees = [best_combinations(ranked, depth, sizer, batch.wants_q) for ranked, depth in rows_and_depths]
     draft_seconds = sizer.drafting_seconds(text.tokens_per_pass)
     nodes = sizer.num_verified_by_probability(
         [row_tree.probability for row_tree in trees], draft_seconds, batch.wants_q

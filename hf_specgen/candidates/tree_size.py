@@ -121,8 +121,8 @@ class FixedTreeSizer(TreeSizer):
         if levels <= 0:
             return None
         since_sync = builder.num_levels % builder.levels_per_sync
-        # The host reads every `levels_per_sync` levels; an accelerator not if only one level is left, whose pass takes
-        # less time than the read.
+        # The host reads the trees every `levels_per_sync` levels. If one level is left, those of an accelerator are not
+        # read, since the pass takes less time than that.
         may_stop = not since_sync and (levels > 1 or builder.levels_per_sync == 1)
         if may_stop and not builder.read_probabilities().may_improve(self.max_nodes):
             return None
@@ -130,8 +130,8 @@ class FixedTreeSizer(TreeSizer):
         return ExpansionPlan(passes, min(self._width, builder.last_level_size))
 
     def _levels_after_first(self, builder: TreeBuilder, k: int) -> int:
-        """How many levels may follow the first one; each has a node at least."""
-        return min(_levels_after_first(builder, k), self.max_nodes - 1)
+        """How many levels may follow the first one, limited by `max_nodes`, as each has a node at least."""
+        return min(_rounded_levels_after_first(builder, k), self.max_nodes - 1)
 
     def num_verified_of_builder(self, builder: TreeBuilder) -> int:
         return self.max_nodes
@@ -202,7 +202,7 @@ class FastestTreeSizer(TreeSizer):
         self._draft_seconds = latency.draft.draft_seconds([rows])  # of the draft so far; at first of one level
 
     def plan_without_sync(self, builder: TreeBuilder, k: int) -> ExpansionPlan | None:
-        levels = min(_levels_after_first(builder, k), builder.levels_per_sync)
+        levels = min(_rounded_levels_after_first(builder, k), builder.levels_per_sync)
         if not levels or builder.levels_per_sync == 1:  # a synchronization is free
             return None
         width = min(len(self._pass_seconds), builder.children)
@@ -212,7 +212,7 @@ class FastestTreeSizer(TreeSizer):
         nodes = np.minimum(1 + passes_ahead, self.max_nodes)
         tokens = self._num_active_rows + self._rows * self._estimator.expected_of_draft(1 + levels)
         seconds = self._target_seconds[nodes] + self._draft_seconds + passes_ahead * self._pass_seconds[width - 1]
-        passes = fastest(tokens, seconds)
+        passes = fastest(tokens, seconds)  # choice n is n passes
         if passes > 2:  # so that there are few different plans, since each is captured
             passes = levels
         return ExpansionPlan(passes, width) if passes else None
@@ -243,8 +243,8 @@ class FastestTreeSizer(TreeSizer):
         A width of n means the n most probable candidates of the last level. Side effect: if expanding any of them may
         improve the tree, the level is added to `_levels`, for the estimator.
         """
-        most = max(0, min(len(self._pass_seconds), self.max_nodes - builder.num_expanded))
-        expansion_probability = snapshot.expansion_probability[:, :most]
+        max_width = max(0, min(len(self._pass_seconds), self.max_nodes - builder.num_expanded))
+        expansion_probability = snapshot.expansion_probability[:, :max_width]
         widths = int(np.count_nonzero(expansion_probability.sum(axis=0)))  # the most candidates that a row may expand
         if not widths or not snapshot.may_improve(self.max_nodes):
             return 0
@@ -277,7 +277,7 @@ class FastestTreeSizer(TreeSizer):
         """
         widths = np.arange(1, 1 + cumulative.shape[1])
         levels = np.arange(1, 1 + max(1, max(builder.max_depths) - builder.num_levels))[:, None]
-        # [2, levels, rows, widths] if a node is accepted
+        # [2, levels, rows, widths] below the nodes of each width, given that one of them is accepted
         expected_below = self._estimator.expected(conditional, len(levels))
         gains = (expected_below * self._estimator.scaled(cumulative)).sum(axis=2)
         expanded = levels * widths
@@ -316,7 +316,7 @@ class FastestChainSizer(FastestTreeSizer):
     _max_children = 1
 
 
-def _levels_after_first(builder: TreeBuilder, k: int) -> int:
+def _rounded_levels_after_first(builder: TreeBuilder, k: int) -> int:
     """How many levels may follow the first level.
 
     They are rounded up to a multiple of `levels_per_sync`, but not beyond depth `k`: where passes are captured, drafts
@@ -358,7 +358,7 @@ def tree_sizer(
     estimator: AcceptanceEstimator | None = None,
     may_end_early: bool = False,
 ) -> TreeSizer:
-    """What sizes the next trees of a batch, of rows with these maximum depths.
+    """The sizer of the next trees of a batch, whose rows have these maximum depths.
 
     Args:
         tree: maximum number of nodes; "auto" for the most tokens per second; None, or "auto" without latencies: chains.
@@ -374,14 +374,14 @@ def tree_sizer(
     pass_rows, padded_tokens_of_two = batch.pass_shape(2)
     pads_passes = padded_tokens_of_two > 2
     pass_rows = max(rows, pass_rows)
-    step = None if tree is None else batch.step_latency(pass_rows)
-    if step is None:
+    latency = None if tree is None else batch.step_latency(pass_rows)
+    if latency is None:
         return ChainSizer(may_end_early=may_end_early)
     if drafter is not None and (tokens := drafter.single_pass_tokens):  # further levels of the draft take no time
-        step = step._replace(draft=DraftLatency(overhead=step.draft.draft_seconds([rows * tokens])))
+        latency = latency._replace(draft=DraftLatency(overhead=latency.draft.draft_seconds([rows * tokens])))
     sizer = FastestChainSizer if is_chain else FastestTreeSizer
     verifies_expanded = drafter is not None and must_verify_expanded(batch, drafter)
-    return sizer(step, rows, pass_rows, num_active_rows, pads_passes, estimator, verifies_expanded)
+    return sizer(latency, rows, pass_rows, num_active_rows, pads_passes, estimator, verifies_expanded)
 
 
 def must_verify_expanded(batch: DraftBatch, drafter: Drafter[Any]) -> bool:
