@@ -58,7 +58,8 @@ def find_difference(call: PreparedCall, exit_layer: int | None) -> str | None:
     cache = call.model_kwargs.get(compat.CACHE)
     # New keys would be rounded to the dtype of cached ones; hooks that load weights would keep converted ones.
     is_convertible = not _is_begun(cache) and not compat.has_device_hooks(call.model)
-    if may_keep_results(call.model, any_class=precision in HALF):  # which must be in this precision
+    # What the model keeps from its first pass for later ones must be computed in its precision, not in float32.
+    if may_keep_results(call.model, any_class=precision in HALF):
         _decode_plainly(call, 1)
     if precision in HALF:
         if is_convertible:
@@ -87,7 +88,7 @@ def _exact_difference(call: PreparedCall, exit_layer: int | None) -> str | None:
 
 @torch.no_grad()
 def compare(call: PreparedCall, exit_layer: int | None, precision: torch.dtype) -> str | None:
-    """Decode both ways in the present arithmetic; differences that are rounding in `precision` are none."""
+    """Decode both ways in the present arithmetic; returns how the logits differ, None if by rounding in `precision`."""
     model, input_ids, config, model_kwargs = call
     generator = global_generator(input_ids.device)
     random_state = generator.get_state()

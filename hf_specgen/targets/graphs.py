@@ -109,7 +109,7 @@ class ModuleGraphs:
         self._fingerprint: int | None = None
         self._memory: GraphMemory | None = None
         self._runs_without_graph: OrderedDict[tuple[Any, ...], int] = OrderedDict()
-        """How often a function was due to run without a graph, by the key of the run; of the last `MAX_GRAPHS` keys."""
+        """How many runs found no graph, by their key; of the last `MAX_GRAPHS` keys."""
         self._refused: OrderedDict[tuple[Any, ...], None] = OrderedDict()
         """The keys of functions with `failure_is_local` that could not be captured, the last `MAX_GRAPHS`."""
 

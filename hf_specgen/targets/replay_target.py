@@ -31,7 +31,7 @@ class ReplayTarget(Target):
     def __init__(self, prepared: PreparedCall, graphs: Compile = False):
         super().__init__(prepared, graphs)
         self.verifies_chains_only = True
-        common_start = counts_slots(prepared.model, prepared.model_kwargs)
+        common_start = places_tokens_by_slot(prepared.model, prepared.model_kwargs)
         if common_start:
             self.max_row_skew = MAX_ROW_SKEW
         self._numbering = _numbering_modules(self.model) if common_start else []
@@ -139,9 +139,9 @@ def _one_by_one(modules: Sequence[Any]) -> AbstractContextManager[None]:
 
 def needs_replay(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
     """Whether a call needs a `ReplayTarget`."""
-    return counts_slots(model, model_kwargs) or may_have_recurrent_state(decoder_config(model))
+    return places_tokens_by_slot(model, model_kwargs) or may_have_recurrent_state(decoder_config(model))
 
 
-def counts_slots(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
-    """Whether a decoder places tokens by how many slots its cache has, as it takes no positions."""
+def places_tokens_by_slot(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a decoder takes no positions and places each token by its slot in the cache."""
     return "encoder_outputs" in model_kwargs and not takes_positions(model)

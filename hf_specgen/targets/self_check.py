@@ -6,7 +6,7 @@ that differs is refused. A model that reads an encoder, or inputs beside text, i
 
 | trial | prompt | runs |
 |---|---|---|
-| single row | a short text in one row | if the call has one row without padding; also for what to say if rows differ |
+| single row | a short text in one row | if the call has one row without padding; also if rows differ, to find out why |
 | rows | the text in rows of different lengths | if the call has several rows or padding |
 | own prompt | the prompt of the call | if the call has inputs beside text, or the model reads an encoder |
 
@@ -78,17 +78,20 @@ class Results:
     def find(
         self, model: PreTrainedModel, state: tuple[Any, ...], key: tuple[Any, ...], trial: Callable[[], str | None]
     ) -> str | None:
-        """The reason that a trial has given; it runs if it has not yet run in this state, the model's `computation`."""
+        """The result of a trial, run now if it has none for this `state`, the model's `computation`.
+
+        None if the model passes, otherwise how decoding differs.
+        """
         for places in {places for _, places, _ in self._reasons}:
-            known = (key, places, without_places(state, places))
-            if known in self._reasons:
-                return self._reasons[known]
-        shared = (*key, state, weights_sample(model))
+            result_key = (key, places, without_places(state, places))
+            if result_key in self._reasons:
+                return self._reasons[result_key]
+        shared_key = (*key, state, weights_sample(model))
         with _lock:
-            is_shared = shared in _shared
-            reason = _shared.get(shared)
+            is_shared = shared_key in _shared
+            reason = _shared.get(shared_key)
         can_be_saved = not is_shared and treats_rows_alike(model)
-        is_saved = can_be_saved and saved_results.load(SAVED, shared) == PASSED
+        is_saved = can_be_saved and saved_results.load(SAVED, shared_key) == PASSED
         changed = frozenset[Place]()
         if not is_shared and not is_saved:
             reason = trial()
@@ -96,9 +99,9 @@ class Results:
             changed = frozenset(change.place for change in changes(state, after) if change.is_plain)
             if after == state:
                 with _lock:
-                    _keep(_shared, shared, reason)
+                    _keep(_shared, shared_key, reason)
                 if reason is None and can_be_saved:
-                    saved_results.save(SAVED, shared, PASSED)
+                    saved_results.save(SAVED, shared_key, PASSED)
         _keep(self._reasons, (key, changed, without_places(state, changed)), reason)
         return reason
 
@@ -154,7 +157,7 @@ class SelfCheck:
         self._state = computation(model)
 
     def problem(self, call: PreparedCall) -> Problem | None:
-        """What the trials find that a call needs; None if the model passes them."""
+        """Run the trials that a call needs; returns the problem to report, None if the model passes them."""
         rows = len(call.input_ids)
         inputs = tuple(sorted(accompanying_inputs(call.model_kwargs)))
         alike = treats_rows_alike(self._model)
@@ -163,10 +166,10 @@ class SelfCheck:
             return self._run(own_prompt)
         mask = call.model_kwargs.get("attention_mask")
         is_single = rows == 1 and (mask is None or bool(mask.all()))
-        problem = None if is_single else self._rows_differ(2 if alike else rows)
+        problem = None if is_single else self._problem_of_rows(2 if alike else rows)
         if is_single or problem is not None:
-            # Where rows differ: does the model itself fail, or only rows of different lengths? One that has something
-            # for each of several rows may fail because there is a single row.
+            # Where rows differ: does the model itself fail, or only rows of different lengths? A model that
+            # has something for each of several rows, such as adapters, may fail because there is a single row.
             alone = self._run(Trial((1,), lambda: self._short_text(1, is_padded=False)))
             if alone is not None and (alike or rows == 1 or isinstance(alone.cause, UnsupportedModelError | None)):
                 problem = alone
@@ -177,8 +180,8 @@ class SelfCheck:
     def _short_text(self, rows: int, is_padded: bool) -> PreparedCall:
         return PreparedCall(self._model, *short_text(self._model, rows, is_padded))
 
-    def _rows_differ(self, rows: int) -> Problem | None:
-        """How a padded text in `rows` rows differs; where a kernel takes no mask, without a trial."""
+    def _problem_of_rows(self, rows: int) -> Problem | None:
+        """What the trial of a padded text in `rows` rows finds; where a kernel takes no mask, it need not run."""
         texts = "a padded prompt gets" if rows == 1 else "rows of different lengths get"
         trial = Trial(
             ("padded", rows),
