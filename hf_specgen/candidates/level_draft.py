@@ -151,7 +151,8 @@ class LevelDraft(Generic[T]):
     def _count_passes(self, plan: ExpansionPlan) -> None:
         """Count passes over nodes, unless deeper levels need no pass, see `Drafter.single_pass_tokens`."""
         if not self._drafter.single_pass_tokens:
-            self.tokens_per_pass += [self.builder.num_drafting_rows * plan.expansion_width] * plan.num_passes
+            rows = sum(depth > 0 for depth in self._uncached.depths)
+            self.tokens_per_pass += [rows * plan.expansion_width] * plan.num_passes
 
     def _add(self, logits: torch.Tensor) -> None:
         """Add the most likely tokens after each node of a pass; `logits` are `[batch, nodes, draft vocab]`."""

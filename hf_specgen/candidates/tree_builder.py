@@ -89,7 +89,6 @@ class TreeBuilder:
         self.last_tokens = last_tokens
         self.num_levels = 0  # levels of candidates so far, which is also the depth of the last level
         self.num_expanded = 0  # how many nodes of each row are expanded so far
-        self.num_drafting_rows = sum(depth > 0 for depth in max_depths)
         self.levels_per_sync = 1 if last_tokens.is_cpu else LEVELS_PER_SYNC
         self.max_depths_on_device = depths_on_device
         if depths_on_device is None and len(set(max_depths)) > 1:  # if all are equal, no level exceeds any of them
