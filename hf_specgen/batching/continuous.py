@@ -104,7 +104,7 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
     run = _run.get() or _run_of({}, attachment and attachment.of_thread(model))
     settings = None if run.is_plain else run.settings
     if settings is not None:
-        # Transformers would choose asynchronous steps and CUDA graphs by itself: here only if they were asked for.
+        # Transformers would choose asynchronous steps and CUDA graphs by itself: here only if the config requests them.
         config = arguments.get("continuous_batching_config") or ContinuousBatchingConfig()
         is_async = config.use_async_batching or False
         config = replace(config, use_async_batching=is_async, use_cuda_graph=config.use_cuda_graph or False)
@@ -174,6 +174,6 @@ def _unsupported_settings(settings: Settings, model: Any, config: Any, processor
     compiled = config.default_compile_level or config.varlen_compile_config or config.decode_compile_config
     if compiled or any(config.cuda_graph_booleans):
         yield "drafts change the shape of every step, so that CUDA graphs and compilation do not work; leave them out"
-    kinds = [type(processor) for processor in processors if not transformers_batching.is_per_request(processor)]
-    if prefix_readers := ", ".join(kind.__name__ for kind in kinds if kind not in SCORE_ONLY):
+    types = [type(processor) for processor in processors if not transformers_batching.is_per_request(processor)]
+    if prefix_readers := ", ".join(one.__name__ for one in types if one not in SCORE_ONLY):
         yield f"continuous batching does not pass the text to {prefix_readers}; leave this logits processor out"

@@ -280,7 +280,7 @@ class PackedSteps:
     def verify(self) -> tuple[list[int], list[float] | None]:
         """Verify all drafts; returns the last new token of each request that got one, and its log-probability.
 
-        Requests in the middle of their prefill get no token. Log-probabilities are None unless they were asked for.
+        Requests in the middle of their prefill get no token. Log-probabilities are None unless requested.
 
         The new tokens before it are appended here to the requests, whose positions are set back over rejected tokens;
         Transformers appends the last one, as in a step without drafts.

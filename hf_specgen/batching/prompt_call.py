@@ -85,7 +85,7 @@ def prefilled_calls(
                 call.stack.close()
                 raise ValueError(
                     "generate() changes the model while it runs, as PEFT does for adapter_names=, and generate_many "
-                    "goes on after it has returned; choose one adapter by set_adapter(name), or call generate()"
+                    "continues after it has returned; choose one adapter by set_adapter(name), or call generate()"
                 )
         yield call
 

@@ -186,9 +186,9 @@ class VerificationSession(ABC):
         choices: Any = self.choose(scores, token_indices, tree, nodes)
         is_integer = isinstance(choices, torch.Tensor) and not choices.is_floating_point()
         if not is_integer or choices.shape != scores.shape[:2]:
-            found = f"{choices.dtype} {list(choices.shape)}" if isinstance(choices, torch.Tensor) else repr(choices)
+            returned = f"{choices.dtype} {list(choices.shape)}" if isinstance(choices, torch.Tensor) else repr(choices)
             expected = f"a tensor of {list(scores.shape[:2])} token ids"
-            raise TypeError(f"{type(self).__name__}.choose must return {expected}, got {found:.60}")
+            raise TypeError(f"{type(self).__name__}.choose must return {expected}, got {returned:.60}")
         return choices
 
     def _choose_at_once(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> ChosenPaths:

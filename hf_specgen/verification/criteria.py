@@ -35,10 +35,11 @@ class CustomCriteria:
         self._state = call.state
         self._do_sample = call.do_sample
         self._early_stops: dict[int, list[bool]] = {}  # by position: called by verification, not emitted yet
-        # Processed scores `[batch, vocab]` of the emitted positions, to which `OutputCollector` appends; None unless
-        # the caller asked for scores, as criteria then receive none. And whether a criterion may read them.
+        # Processed scores `[batch, vocab]` of the emitted positions, to which `OutputCollector` appends; None if
+        # the caller requested no scores: criteria then receive None.
         self.scores: list[torch.Tensor] | None = [] if call.keeps_scores else None
         self.needs_scores = not all(isinstance(criterion, WITHOUT_SCORES) for criterion in self._criteria)
+        """Whether a criterion may read scores."""
 
     def __bool__(self) -> bool:
         return bool(self._criteria)

@@ -81,7 +81,7 @@ def refusing_side_effects(
     names = ", ".join(map(name_of, functions))
     if not torch.equal(ids, before):
         raise error(
-            f"{names} changed input_ids in place, which plain generate() goes on with; return new scores instead, or "
+            f"{names} changed input_ids in place, which plain generate() continues with; return new scores instead, or "
             "leave candidate_generator= out"
         )
     if random_state is None or torch.equal(random_state, generator.get_state()):
@@ -126,8 +126,8 @@ def _copied(value: Any) -> Any:
 
 def is_user_defined(function: Any) -> bool:
     """Whether a processor or criterion is none of Transformers' own, or calls a function of the user's."""
-    own = type(function).__module__.startswith("transformers.")
-    return not own or isinstance(function, logits_process.PrefixConstrainedLogitsProcessor)
+    is_of_transformers = type(function).__module__.startswith("transformers.")
+    return not is_of_transformers or isinstance(function, logits_process.PrefixConstrainedLogitsProcessor)
 
 
 def name_of(function: Any) -> str:
@@ -182,8 +182,8 @@ class LogitsPipeline:
         self._do_sample = do_sample
         self.score_processors = ScoreProcessors.of(processors)
         """Those that are applied to the scores of a draft, and if they are all of them to those of the target."""
-        kinds = [type(processor) for processor in processors]
-        self.score_only = all(kind in SCORE_ONLY for kind in kinds)  # whether `score_processors` are all processors
+        self.score_only = all(type(one) in SCORE_ONLY for one in processors)
+        """Whether `score_processors` are all processors."""
         supported = SCORE_ONLY | ROW_WISE
         others = [one for one in processors if type(one) not in supported and not getattr(one, "row_wise", False)]
         self.may_be_stateful = [name_of(one) for one in others]

@@ -24,8 +24,8 @@ class VerificationResult:
         tokens: the tokens that each row emits: those of its path, then one more, the new pending token. That is the
             bonus token, or an accepted draft token where the row ends or lockstep processors end the step.
         accepted: how many of each row's emitted tokens were draft tokens.
-        scores: if asked for, the processed scores of each emitted token: per row a list of `[vocab]`.
-        logits: if asked for, the same before the processors.
+        scores: if requested, the processed scores of each emitted token: per row a list of `[vocab]`.
+        logits: if requested, the same before the processors.
         top_tokens: the most likely next tokens after every input token, if `DraftSession.top_tokens` is not 0.
         num_in_pass: how many nodes of each row's draft the pass of the target had, the first ones; empty if unknown.
     """
