@@ -164,13 +164,13 @@ def _checked_settings(candidate_generator: Any, arguments: dict[str, Any]) -> Se
 def _in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
     """The completions in the order of the prompts; all that are complete are yielded before an error is raised."""
     waiting: dict[int, Completion] = {}
-    following = 0
+    next_index = 0
     try:
         for completion in completions:
             waiting[completion.index] = completion
-            while following in waiting:
-                yield waiting.pop(following)
-                following += 1
+            while next_index in waiting:
+                yield waiting.pop(next_index)
+                next_index += 1
     except Exception:
         yield from (waiting[index] for index in sorted(waiting))
         raise

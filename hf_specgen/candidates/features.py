@@ -22,7 +22,7 @@ from hf_specgen.heads.head_text import HeadText, StateText
 
 
 @dataclass
-class _Queue:
+class _RowQueue:
     """The hidden states of a row that the head has not processed, in the order of the text."""
 
     parts: list[torch.Tensor]  # consecutive states `[positions, layers * hidden]`
@@ -59,7 +59,7 @@ class FeatureQueue:
         self._state = batch.state
         self._layers = layers
         self._window = window
-        self._rows: list[_Queue] = []
+        self._rows: list[_RowQueue] = []
         self._was_read = False  # whether features were removed before
 
     @property
@@ -128,7 +128,7 @@ class FeatureQueue:
             # which are cut off; and none of the first positions, if the call began with a cache of these.
             length = len(self._state.prompts[row]) + len(self._state.generated[row]) - 1
             states_of_text = new[max(0, len(new) - length) :]
-            self._rows.append(_Queue([states_of_text], length - len(states_of_text), new[:0]))
+            self._rows.append(_RowQueue([states_of_text], length - len(states_of_text), new[:0]))
 
     def _pop_text_of_rows(self, limits: Sequence[float]) -> HeadText:
         """Remove the first `limits[row]` features of each row that has not ended, and the token after each.
@@ -148,7 +148,7 @@ class FeatureQueue:
             text.tokens.append(tokens)
         return text._replace(restarted=restarted)
 
-    def _pop_states_of_row(self, index: int, row: _Queue, limit: float) -> tuple[torch.Tensor, list[int]]:
+    def _pop_states_of_row(self, index: int, row: _RowQueue, limit: float) -> tuple[torch.Tensor, list[int]]:
         """Remove the first `limit` features of a row, or all of fewer features; returns the token after each, too."""
         if limit <= 0 or not row.parts or self._state.has_ended(index):
             return row.cached_states[:0], []  # no features: an empty tensor of their width

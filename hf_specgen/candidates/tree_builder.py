@@ -355,7 +355,7 @@ def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> 
     level_starts = [0]
     expanded = 0
     for level, width in enumerate(widths, start=1):
-        # A level begins with group n + 1, the children of expansion index n: the last pass's first node, or the root.
+        # A level begins with group n + 1, n the expansion index of the first node of the previous pass, or 0: the root.
         first_parent = 0 if level == 1 else 1 + expanded - widths[level - 2]
         depths += [level] * width
         level_starts += [(first_parent + 1) * children] * width

@@ -12,7 +12,7 @@ import torch
 
 from hf_specgen.call import Call, memory
 from hf_specgen.call_statistics import StepRecord
-from hf_specgen.depth.calibrate import DrafterLatencyEstimator, recalled_curve, target_curve
+from hf_specgen.depth.calibrate import DrafterLatencyEstimator, measured_curve, recalled_curve
 from hf_specgen.depth.latency import ASSUMED, CostCurve, LatencyModel, StepLatency, assumed_latency, fastest
 from hf_specgen.depth.policy import Policy, PolicySession
 from hf_specgen.depth.step_times import TargetLatencyEstimator, learns_from_steps
@@ -177,7 +177,7 @@ class AdaptiveSession(PolicySession):
 
     def prefilled(self, target: Target) -> None:
         if self.latency is None and self._target_estimator is None:
-            self._use_measured_curve(target_curve(self._call, target))
+            self._use_measured_curve(measured_curve(self._call, target))
 
     def _use_measured_curve(self, curve: CostCurve | None) -> None:
         """Use a T(q) that was measured, if there is one, with a new estimate of the time of drafting."""

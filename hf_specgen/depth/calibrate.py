@@ -59,11 +59,12 @@ def recalled_curve(call: Call) -> CostCurve | None:
 
 def model_curve(model: PreTrainedModel) -> CostCurve | None:
     """T(q) of one row with a text of 8 tokens, for the packed steps of Transformers; measured now if it is unknown."""
-    state = GenerationState(torch.zeros(1, 8, dtype=torch.long))
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    state = GenerationState(tokens)
     state.append(0, [0])
     call = Call(model, state, GenerationConfig(), settings=CallSettings(compile=False))
     with torch.no_grad():
-        return recalled_curve(call) or target_curve(call, prefilled_target(model, torch.zeros(1, 8, dtype=torch.long)))
+        return recalled_curve(call) or measured_curve(call, prefilled_target(model, tokens))
 
 
 def prefilled_target(model: PreTrainedModel, tokens: torch.Tensor) -> Target:
@@ -96,8 +97,8 @@ def shared_curve_key(call: Call, rows: int | None = None) -> tuple[Hashable, ...
     return *curve_key(call, rows), *call.architecture_key, torch.get_num_threads()
 
 
-def target_curve(call: Call, target: Target) -> CostCurve | None:
-    """T(q) of the target, measured now and kept; None near the end of its position table.
+def measured_curve(call: Call, target: Target) -> CostCurve | None:
+    """T(q) of the target, measured now and kept; None near the end of the target's position table.
 
     Times chains of several sizes for `MAX_RELATIVE_TIME`, or `MAX_RELATIVE_TIME_NEW_SIZE` if some have not been timed
     by then; the minimum of each size counts. Larger sizes are assumed to take time in proportion to their tokens, so
@@ -203,9 +204,9 @@ class DrafterLatencyEstimator:
 
     def latency(self) -> LatencyModel:
         """The latencies of target and drafter, as far as they are known."""
-        return LatencyModel(tuple(Bucket(curve, {ANY_DRAFTER: self._drafter(curve)}) for curve in self.curves))
+        return LatencyModel(tuple(Bucket(curve, {ANY_DRAFTER: self._draft_latency(curve)}) for curve in self.curves))
 
-    def _drafter(self, curve: CostCurve) -> DraftLatency:
+    def _draft_latency(self, curve: CostCurve) -> DraftLatency:
         """The latency of drafting, as a fraction of T(q)."""
         if self._without_passes:
             return DraftLatency(overhead=self.fraction * curve.seconds[0])

@@ -227,7 +227,7 @@ class CurveEstimator:
     @classmethod
     def of_first_step(cls, call: Call, step: StepRecord) -> CurveEstimator | None:
         """An estimator that starts with T(1) at the rows of the step; None if that is not a plain step."""
-        if (timed := _timed(call, step, step.pass_rows)) is None or timed[0] != 1:
+        if (timed := _size_and_seconds(call, step, step.pass_rows)) is None or timed[0] != 1:
             return None
         estimator = cls(call, CurvePosterior.of_plain_step(timed[1], call.context_length, step.pass_rows))
         estimator._keep()
@@ -241,7 +241,7 @@ class CurveEstimator:
 
     def observe(self, step: StepRecord) -> bool:
         """Use the time of a step for its size; returns whether T(q) has changed by it."""
-        if (timed := _timed(self._call, step, self.posterior.batch)) is None:
+        if (timed := _size_and_seconds(self._call, step, self.posterior.batch)) is None:
             return False
         size, _ = timed
         self._new_steps.append(timed)
@@ -276,7 +276,7 @@ def _with_lower_bound(curve: CostCurve, largest: int, of_more_rows: CostCurve) -
     return replace(curve, seconds=seconds)
 
 
-def _timed(call: Call, step: StepRecord, batch: int) -> tuple[int, float] | None:
+def _size_and_seconds(call: Call, step: StepRecord, batch: int) -> tuple[int, float] | None:
     """Tokens per row of a step's pass and the thread's seconds in it, or None if T(q) cannot be learned from them."""
     seconds = step.seconds.get(THREAD, 0.0)
     size = 1

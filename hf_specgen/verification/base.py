@@ -211,7 +211,7 @@ class VerificationSession(ABC):
     ) -> ChosenPaths:
         """Choose position by position along the accepted paths, for processors that depend on the preceding tokens.
 
-        Rows may start at different positions. One is decided once for all rows that have reached it, until every
+        Rows may start at different positions. A position is decided once for all rows that have reached it, until every
         row has chosen a token outside its draft or has ended; in lockstep, until one row has chosen such a token. The
         chosen tokens are appended to the state tentatively, so that processors see them. Processors that may keep a
         state are not called behind a position at which a criterion stops a row; there all rows are at the same one.

@@ -156,7 +156,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def measured(target: Any) -> CostCurve:
     """The curve of a target."""
-    curve = calibrate.target_curve(depth_call(model=Model()), target)
+    curve = calibrate.measured_curve(depth_call(model=Model()), target)
     assert curve is not None
     return curve
 
@@ -243,7 +243,7 @@ def test_target_curve_of_an_accelerator_leaves_out_captures(clock: Clock, monkey
 def test_target_curve_near_the_end_of_the_position_table(clock: Clock) -> None:
     """Would catch: timed passes over positions that the model does not have."""
     short: Any = Target(clock, CURVES["flat"], last_position=11)
-    assert calibrate.target_curve(depth_call(model=Model()), short) is None and not short.passes
+    assert calibrate.measured_curve(depth_call(model=Model()), short) is None and not short.passes
     longer: Any = Target(clock, CURVES["flat"], last_position=20)
     assert measured(longer) and max(longer.passes) <= 11
 
@@ -292,7 +292,7 @@ def test_target_curve_that_was_delayed_is_measured_again(clock: Clock) -> None:
     estimator.forget_slow_curve(StepRecord([7], [RowStep(7, 7, 0, 1)], 8, {"forward": 0.019}, (), 8))
     assert calibrate.recalled_curve(call) is None
     target = Target(clock, lambda q: 0.05)
-    curve = calibrate.target_curve(call, target)
+    curve = calibrate.measured_curve(call, target)
     assert curve is not None and curve(1) == pytest.approx(0.05) and curve(8) == pytest.approx(0.04)
 
 
