@@ -41,7 +41,7 @@ MAX_DEPTH = 64  # maximum depth of k="auto": matches of dozens of tokens are acc
 MEAN_LENGTHS = (1, 2.5, 5.5, 11, 22, 44, 64)
 """Of the matches of each class: lengths from 1, 2, 4, 8, 16, 32 and 64 on. Length 0, a class of its own, is a position
 after a mismatch in a copied passage."""
-ODDS_OF_KINDS = ((0.3, 1.0, 16), (0.05, 2.5, 50), (0.0, 0.2, 6), (0.0, 0.4, 8), (2.0, 4.0, 60), (1.0, 2.0, 30))
+ODDS_OF_KINDS = ((0.3, 1.0, 16), (0.05, 1.5, 50), (0.0, 0.2, 6), (0.0, 0.4, 8), (2.0, 4.0, 60), (1.0, 2.0, 30))
 """Of each kind of occurrence: the odds of length 0, the odds for each token of a match, and the highest odds. Fitted to
 recorded summaries and answers of a 7B model, edits, code, JSON and mathematics, with and without history."""
 PRIOR_ODDS = tuple(
@@ -294,8 +294,10 @@ class RowText:
             self._frequent = [(token, count / total) for token, count in counts if token != SEPARATOR]
         remaining = self._odds.values[FREQUENT] * (1.0 - sum([probability for _, probability, _ in votes]))
         proposed = {token for token, _, _ in votes}
-        others: list[Vote] = [(token, remaining * part, []) for token, part in self._frequent if token not in proposed]
-        return sorted([*votes, *others], key=lambda one: -one[1])
+        others: list[Vote] = [
+            (token, remaining * frequency, []) for token, frequency in self._frequent if token not in proposed
+        ]
+        return sorted([*votes, *others], key=lambda candidate: -candidate[1])
 
     def _occurrences(self) -> list[Occurrence]:
         """Occurrences of the end of the text, copy positions included; keeps the matches for `extend`."""
@@ -305,12 +307,12 @@ class RowText:
         self._matches = self.index.occurrences(tail, MAX_OCCURRENCES)
         resumed = [position for source in self._sources for position in source.resumed() if position < end]
         lengths = dict.fromkeys(resumed, 0) | self._matches
-        found: list[Occurrence] = [(text, end, at, length, self._kind(at)) for at, length in lengths.items()]
+        occurrences: list[Occurrence] = [(text, end, at, length, self._kind(at)) for at, length in lengths.items()]
         if self._history is not None:
-            found += self._history.find(tail, MAX_OCCURRENCES, self._vocabulary)
+            occurrences += self._history.find(tail, MAX_OCCURRENCES, self._vocabulary)
         return [
             (text, end, position, min(length, self._max_ngram), kind)
-            for text, end, position, length, kind in found
+            for text, end, position, length, kind in occurrences
             if max(1, length) >= self._min_ngram or kind >= ALIGNED
         ]
 
@@ -370,7 +372,7 @@ def vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[Vote
                 proposers[token] = [voter]
     total = sum(values.values()) + odds.new * (NEW_TOKEN_ODDS + NEW_TOKEN_ODDS_PER_TOKEN * len(values))
     votes: list[Vote] = [(token, value / total, proposers[token]) for token, value in values.items()]
-    return sorted(votes, key=lambda one: -one[1]) if len(votes) > 1 else votes
+    return sorted(votes, key=lambda candidate: -candidate[1]) if len(votes) > 1 else votes
 
 
 def outcomes(
@@ -378,12 +380,12 @@ def outcomes(
 ) -> list[tuple[int, float, bool]]:
     """What `MatchOdds.observe` learns from a verified tree: each node counts for its voter with the largest odds."""
     depths: dict[int, int] = {-1: 0}
-    found: list[tuple[int, float, bool]] = []
+    observed: list[tuple[int, float, bool]] = []
     for node, accepted in tested_nodes(tree.tokens, tree.parents, emitted):
         parent = tree.parents[node]
         depth = depths[parent]
         depths[node] = depth + 1
         expected = tree.probability[node] / (tree.probability[parent] if parent >= 0 else 1.0)
         classes = [match_class(kind, length + depth) for _, _, _, length, kind in tree.tags[node]]
-        found.append((max(classes, key=odds.values.__getitem__, default=FREQUENT), expected, accepted))
-    return found
+        observed.append((max(classes, key=odds.values.__getitem__, default=FREQUENT), expected, accepted))
+    return observed
