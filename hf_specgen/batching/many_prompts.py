@@ -81,7 +81,7 @@ def generate_many(
     Args:
         model: the target.
         prompts: token ids of each prompt, as lists or tensors `[length]` or `[1, length]`, or the output of a tokenizer
-            for a text; read as rows become free.
+            or processor for a text, of which the model gets what it takes; read as rows become free.
         candidate_generator: proposes draft tokens.
         max_rows: prompts that are processed at a time.
         ordered: yield in the order of the prompts; otherwise in the order of completion.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -15,6 +16,9 @@ from hf_specgen.decoding import DecodingLoop
 from hf_specgen.generate import Speculation
 from hf_specgen.targets.fingerprint import computation
 from hf_specgen.targets.row_target import RowTarget
+
+NOT_PASSED_ON = {"input_ids", "attention_mask", "labels"}
+"""Entries of a prompt that are read here, or that change no token."""
 
 
 class PromptCall(Speculation):
@@ -75,12 +79,12 @@ def prefilled_calls(
     for index, prompt in enumerate(prompts):
         with errors_with_index(index):
             with compat.default_device():
-                ids = _token_ids(prompt).to(compat.input_device(model))
+                inputs = _inputs(prompt, model)
             if isinstance(seed, Sequence) and index >= len(seed):  # prompts of an iterator are not counted before
                 raise ValueError(f"there is no seed for it, as seed has {len(seed)} entries; give one for each prompt")
             call_seed = int(seed[index]) if isinstance(seed, Sequence) else int(seed) + index
             call = PromptCall(index, call_seed, shared, streamer and streamer(index))
-            model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, custom_generate=call)
+            model.generate(**{**arguments, **inputs}, custom_generate=call)
             if computation(call.loop.target.model) != call.computation:
                 call.stack.close()
                 raise ValueError(
@@ -88,6 +92,25 @@ def prefilled_calls(
                     "continues after it has returned; choose one adapter by set_adapter(name), or call generate()"
                 )
         yield call
+
+
+def _inputs(prompt: Any, model: Any) -> dict[str, Any]:
+    """The arguments of `generate` for a prompt: its ids, and what a processor returned beside them for this model."""
+    ids = _token_ids(prompt)
+    is_text = torch.ones_like(ids, dtype=torch.bool)
+    inputs: dict[str, Any] = {}
+    if isinstance(prompt, Mapping):
+        if "attention_mask" in prompt:
+            is_text = _mask(prompt["attention_mask"], ids) != 0
+        names = prompt.keys() & inspect.signature(compat.unwrapped(model).forward).parameters.keys()
+        for name in sorted(names - NOT_PASSED_ON):
+            if (value := prompt[name]) is not None:
+                value = torch.as_tensor(value)
+                is_by_token = value.shape in (ids.shape, ids.shape[1:])
+                inputs[name] = value.view(1, -1)[is_text][None] if is_by_token else value
+    text = ids[is_text][None].long()
+    inputs |= {"input_ids": text, "attention_mask": torch.ones_like(text)}
+    return {name: value.to(compat.input_device(model)) for name, value in inputs.items()}
 
 
 def _token_ids(prompt: Any) -> torch.Tensor:
@@ -104,14 +127,17 @@ def _token_ids(prompt: Any) -> torch.Tensor:
     ids = ids[None] if ids.dim() == 1 else ids
     if ids.dim() != 2 or len(ids) != 1:
         raise ValueError(f"a prompt must have the shape [length] or [1, length], got {list(ids.shape)}")
-    if is_encoding and "attention_mask" in prompt:
-        mask = torch.as_tensor(prompt["attention_mask"]).view(1, -1)
-        if mask.shape != ids.shape:
-            raise ValueError(
-                f"its attention_mask has {mask.shape[1]} values for {ids.shape[1]} tokens; give one for each token"
-            )
-        ids = ids[mask != 0][None]
-    return ids.long()
+    return ids
+
+
+def _mask(values: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The attention mask of a prompt, `[1, tokens]`; raises `ValueError` if it has another length."""
+    mask = torch.as_tensor(values).view(1, -1)
+    if mask.shape != ids.shape:
+        raise ValueError(
+            f"its attention_mask has {mask.shape[1]} values for {ids.shape[1]} tokens; give one for each token"
+        )
+    return mask
 
 
 @contextmanager

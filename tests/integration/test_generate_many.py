@@ -7,6 +7,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from torch.nn.functional import pad
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -38,6 +39,7 @@ from tests.helpers import fresh_model, perturbed_copy, shared_draft, tiny_model
 from tests.helpers.batching import GPU_LIKE, HEADS
 from tests.helpers.calls import make_batch, make_state, with_sessions
 from tests.helpers.models import stateful_model
+from tests.helpers.multimodal import multimodal_model, multimodal_prompts
 from tests.helpers.processors import RecordingStreamer
 
 GREEDY = {"do_sample": False, "eos_token_id": [11, 60, 7], "pad_token_id": 0, "max_new_tokens": 20}
@@ -69,7 +71,7 @@ def alone(model: Any, prompts: list[list[int]], seed: int = 0, **arguments: Any)
     return answers
 
 
-def many(model: Any, prompts: list[list[int]], strategy: Any, max_rows: int = 4, **arguments: Any) -> list[list[int]]:
+def many(model: Any, prompts: Sequence[Any], strategy: Any, max_rows: int = 4, **arguments: Any) -> list[list[int]]:
     completions = list(generate_many(model, prompts, strategy, max_rows=max_rows, ordered=True, **arguments))
     assert [completion.index for completion in completions] == list(range(len(prompts)))
     return [completion.tokens for completion in completions]
@@ -522,6 +524,19 @@ def test_prompt_may_be_what_a_tokenizer_returns(tokenizer: Any, reference_model:
     prompts = [tokenizer(text).input_ids, tokenizer(text), tokenizer(text).encodings[0], padded]
     first, *others = generate_many(reference_model, prompts, NgramCandidates(), **arguments)
     assert all(other.tokens == first.tokens for other in others)
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen2_5_vl"])
+def test_prompt_with_images_is_answered_as_by_generate(kind: str) -> None:
+    """Would catch: images, token types and the like of a processor's output that are left out without an error."""
+    model, arguments = multimodal_model(kind), {"max_new_tokens": 6, "do_sample": False}
+    inputs = multimodal_prompts(kind, 1)
+    expected = model.generate(**inputs, **arguments)[0, inputs["input_ids"].shape[1] :].tolist()
+    by_token = {name for name, value in inputs.items() if value.shape == inputs["input_ids"].shape}
+    padding = dict.fromkeys(by_token, (3, 0))
+    padded = {name: pad(value, padding.get(name, (0, 0))) for name, value in inputs.items()}
+    unused = {"labels": inputs["input_ids"], "special_tokens_mask": [0], "offset_mapping": None}
+    assert many(model, [{**inputs, **unused}, padded], NgramCandidates(), **arguments) == [expected] * 2
 
 
 @pytest.mark.parametrize("prompt", [None, {"text": "x"}, [1.5], [["x"]]])
