@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
@@ -157,9 +158,9 @@ class Chat:
         except (KeyboardInterrupt, ValueError) as error:
             self.cached = None
             reason = f"{self.strategy} cannot be used: {error}" if str(error) else "interrupted"
-            self.console.print(f"\n[red]{reason}[/]; the conversation is as before\n", highlight=False)
+            self.console.print(f"\n[red]{escape(reason)}[/]; the conversation is as before\n", highlight=False)
         else:
-            self.console.print(f"\n[dim]{status}[/]\n", highlight=False)
+            self.console.print(f"\n[dim]{escape(status)}[/]\n", highlight=False)
 
     def _print(self, text: str, accepted: bool) -> None:
         style = ACCEPTED if accepted else None
@@ -180,7 +181,7 @@ class Chat:
         elif name == "new":
             self.clear()
             message = "a new conversation"
-        self.console.print(f"[dim]{message}[/]\n", highlight=False)
+        self.console.print(f"[dim]{escape(message)}[/]\n", highlight=False)
 
 
 def show(settings: ChatSettings) -> None:
@@ -192,7 +193,7 @@ def show(settings: ChatSettings) -> None:
     generation = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
     console = Console()
     console.print(
-        f"[bold]{settings.model}[/]. [{ACCEPTED}]Accepted draft tokens[/] are coloured; /help lists commands.\n"
+        f"[bold]{escape(settings.model)}[/]. [{ACCEPTED}]Accepted draft tokens[/] are coloured; /help lists commands.\n"
     )
     chat = Chat(model, tokenizer, choices, console, settings.system, **generation)
     chat.run(lambda: console.input("[bold cyan]>[/] "))

@@ -177,7 +177,7 @@ def find(settings: FindSettings) -> bool:
     place = "the local cache"
     source = settings.target
     if Path(source.path_or_id).is_dir():
-        console.print(f"{settings.model} is a folder: looking in the local cache", highlight=False)
+        console.print(f"{settings.model} is a folder: looking in the local cache", markup=False, highlight=False)
         found = in_cache(source)
     else:
         try:
@@ -189,7 +189,9 @@ def find(settings: FindSettings) -> bool:
             console.print(f"the Hub cannot be searched ({type(error).__name__}): looking in the local cache")
             found = in_cache(source)
     if not found:
-        console.print(f"nothing was found for {settings.model!r} in {place}; the presets need no checkpoint")
+        console.print(
+            f"nothing was found for {settings.model!r} in {place}; the presets need no checkpoint", markup=False
+        )
         return False
     found = best_first(found)[: settings.limit]
     view = Table("checkpoint", "format", "of the target's size", "downloads", box=SIMPLE, pad_edge=False)
@@ -197,7 +199,7 @@ def find(settings: FindSettings) -> bool:
         view.add_row(one.name, one.kind, "" if one.size is None else f"{one.size:.1%}", str(one.downloads or ""))
     console.print(view)
     named = [source.path_or_id + (f"@{source.revision}" if source.revision else ""), *(one.name for one in found[:3])]
-    console.print(f"measure them: hf-specgen doctor {' --draft '.join(named)}", highlight=False)
+    console.print(f"measure them: hf-specgen doctor {' --draft '.join(named)}", markup=False, highlight=False)
     return True
 
 

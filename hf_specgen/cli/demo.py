@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.text import Text
 
 from hf_specgen.candidates.combined import AUTO
@@ -34,7 +35,9 @@ Task = tuple[str, str, dict[str, Any]]
 def show(settings: DemoSettings, console: Console | None = None) -> bool:
     """Run the demo and print it; returns False if a token differs in float32."""
     console = console or terminal()
-    source = None if settings.bundled else published(lambda said: console.print(f"[dim]{said}[/]", highlight=False))
+    source = (
+        None if settings.bundled else published(lambda said: console.print(f"[dim]{escape(said)}[/]", highlight=False))
+    )
     begin = perf_counter()  # a download takes no time of the demo
     model, tokenizer = workloads.load(source or "", settings.dtype, settings.device)
     if source is None:
@@ -102,7 +105,7 @@ class Demo:
         Answers are cut so that all tasks fit, if no variant is slower than plain `generate`.
         """
         variants = self.measured.variants
-        with self.console.status(f"{self.title}: checking the model, measuring its latency"):
+        with self.console.status(f"{escape(self.title)}: checking the model, measuring its latency"):
             (inputs,) = encode(self.tokenizer, ["Write a function that adds two numbers."], 1)
             plain, *_ = [measure_call(self.model, inputs, one, {"max_new_tokens": 8, **workloads.GREEDY}, 0)
                          for one in variants]  # fmt: skip
@@ -142,7 +145,7 @@ class Demo:
         self.console.print(ranking(measured, self.title))
         best, reason = recommend(measured, ours)
         prompts = f"{count} task{'' if count == 1 else 's'}, each answered once"
-        self.console.print(f"[bold green]{best}[/]: {reason} ({prompts})", highlight=False)
+        self.console.print(f"[bold green]{escape(best)}[/]: {reason} ({prompts})", highlight=False)
         curve = measure_cost_curve(self.model, (1, 2, 4, 8, 16), context=128, repeats=2)
         findings = [*judge(measured, ours, exact=self.model.dtype == torch.float32), verification_cost(curve)]
         for finding in findings:

@@ -18,6 +18,7 @@ from typing import Any, get_args
 import torch
 from rich.bar import Bar
 from rich.box import SIMPLE
+from rich.markup import escape
 from rich.table import Table
 from transformers import PreTrainedModel
 
@@ -73,14 +74,14 @@ def show(settings: DoctorSettings) -> bool:
     console = terminal()
     view = Table(box=SIMPLE, pad_edge=False, show_header=False)
     for finding in report.findings:
-        text = finding.found + (f"\n[dim]{finding.meaning}[/]" if finding.meaning else "")
-        view.add_row(SIGNS[finding.result], f"[bold]{finding.subject}[/]", text)
+        text = escape(finding.found) + (f"\n[dim]{escape(finding.meaning)}[/]" if finding.meaning else "")
+        view.add_row(SIGNS[finding.result], f"[bold]{escape(finding.subject)}[/]", text)
     console.print(view)
     if report.ranking is not None:
         console.print(report.ranking)
     if report.recommendation:
-        console.print(f"[bold]{report.recommendation}[/]", highlight=False, soft_wrap=True)
-    console.print(report.reason)
+        console.print(f"[bold]{escape(report.recommendation)}[/]", highlight=False, soft_wrap=True)
+    console.print(report.reason, markup=False)
     return not report.bad
 
 
@@ -90,7 +91,7 @@ def ranking(measured: Comparison, title: str = "", texts: Mapping[str, str] = {}
     A bar is green where the interval of the speedup over plain `generate` lies above 1.
     """
     speeds = {name: measured.tokens_per_second(name) for name, samples in measured.samples.items() if samples}
-    view = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="bold")
+    view = Table(box=None, padding=(0, 1, 0, 0), title=escape(title), title_justify="left", title_style="bold")
     for column in ("", "tokens/s", "", "over plain", "per step", "accepted", "same"):
         view.add_column(column, justify="right" if column else "left", no_wrap=True)
     if texts:
@@ -102,7 +103,9 @@ def ranking(measured: Comparison, title: str = "", texts: Mapping[str, str] = {}
         steps = (f"{counts.tokens_per_step:.2f}", f"{counts.acceptance_rate:.0%}") if counts.steps else ("", "")
         same = "[red]✗[/]" if measured.different[name] else "✓"
         about = filter(None, [texts.get(name)])
-        view.add_row(name, f"{speeds[name]:.1f}", bar, "" if name == PLAIN else str(speed), *steps, same, *about)
+        view.add_row(
+            escape(name), f"{speeds[name]:.1f}", bar, "" if name == PLAIN else str(speed), *steps, same, *about
+        )
     return view
 
 
@@ -164,7 +167,7 @@ def _measure(settings: DoctorSettings, device: str, dtype: torch.dtype, named: l
         counts = total_counts(samples)
         code = codes.get(name, "")
         reason = "" if name == PLAIN else note(speed, counts)
-        about[name] = f"{code}\n[dim]{reason}[/]" if reason else code
+        about[name] = escape(code) + (f"\n[dim]{reason}[/]" if reason else "")
         report.measured[name] = {
             "tokens_per_second": measured.tokens_per_second(name),
             "speedup": speed.value,
@@ -224,7 +227,7 @@ def verification_cost(curve: CostCurve) -> Finding:
 def line(finding: Finding) -> str:
     """A finding in one line of markup."""
     meaning = f"; {finding.meaning}" if finding.meaning else ""
-    return f"{SIGNS[finding.result]} {finding.found}{meaning}"
+    return f"{SIGNS[finding.result]} {escape(finding.found + meaning)}"
 
 
 def note(speed: Interval, counts: Statistics) -> str:
@@ -316,4 +319,6 @@ def tune(settings: TuneSettings) -> None:
         passes |= {kind: one.seconds[0] / curve(1) for kind, one in drafters.items() if kind != ANY_DRAFTER}
         step = f"{curve.batch} rows of {curve.context} tokens: T(1) {1000 * curve(1):.1f} ms"
         console.print(f"{step}; relative to it: {', '.join(f'{name} {value:.2f}' for name, value in passes.items())}")
-    console.print(f"{settings.latency}: read by AdaptiveDepth(latency={str(settings.latency)!r})", highlight=False)
+    console.print(
+        f"{settings.latency}: read by AdaptiveDepth(latency={str(settings.latency)!r})", markup=False, highlight=False
+    )

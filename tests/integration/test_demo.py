@@ -282,6 +282,7 @@ def test_again_with_another_strategy_gives_the_same_answer(chat: Chat) -> None:
     [
         ("/strategy", "strategies: plain, n-grams; now: n-grams"),
         ("/strategy medusa", "there is no strategy 'medusa'; strategies: plain, n-grams"),
+        ("/strategy [/x] [dim]", "there is no strategy '[/x] [dim]'; strategies"),
         ("/again", "there is no answer to repeat"),
         ("/help", "answer the last question again"),
         ("/nonsense", "/strategy [NAME]"),

@@ -96,6 +96,13 @@ def test_doctor_without_a_run_loads_nothing_and_recommends_what_was_named(monkey
         assert text in " ".join(result.output.split())
 
 
+def test_doctor_prints_names_with_brackets(tmp_path: Path) -> None:
+    """Would catch: a part of a folder's name that is read as a style, and is missing in the recommended line."""
+    draft = shutil.copytree(DRAFT, tmp_path / "draft[small]")
+    result = CliRunner().invoke(app, ["doctor", MODEL, "--draft", str(draft), "--no-run"])
+    assert f"AutoCandidates.from_pretrained('{draft}')" in result.output, result.output
+
+
 def exchange_two_tokens(folder: Path) -> None:
     text = (folder / "tokenizer.json").read_text(encoding="utf-8")
     vocabulary = json.loads(text)["model"]["vocab"]
