@@ -49,12 +49,15 @@ def show(settings: GenerateSettings) -> None:
     options = {"tokenizer": tokenizer, "trust_remote_code": settings.trust_remote_code}
     strategy = chosen_strategy(settings.draft, with_history=history is not None, **options)
     counts = list[int]()
-    special = not (tokenizer.chat_template and settings.chat)  # a chat template writes them into the text
+    # A chat template writes special tokens into the text.
+    is_plain = [
+        isinstance(row[settings.column], str) and not (tokenizer.chat_template and settings.chat) for row in rows
+    ]
     arguments = workloads.generation_settings(settings.max_new_tokens, settings.temperature) | {"history": history}
     arguments |= {"policy": FixedDepth(0)} if settings.plain else {}
 
     def answers(numbers: list[int]) -> Iterator[tuple[int, str, int]]:
-        prompts = (tokenizer(texts[number], add_special_tokens=special)["input_ids"] for number in numbers)
+        prompts = (tokenizer(texts[n], add_special_tokens=is_plain[n])["input_ids"] for n in numbers)
         seeds = [settings.seed + number for number in numbers]
         for found in generate_many(model, prompts, strategy, max_rows=settings.batch_size, seed=seeds, **arguments):
             counts.append(len(found.tokens))

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import HfApi
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedTokenizerBase
 from transformers.cli.serve import Serve
 
@@ -363,6 +365,21 @@ def test_messages_and_other_columns_are_read(source: Path) -> None:
     file.write_text(json.dumps({"chat": [{"role": "user", "content": "Hello"}]}) + "\n")
     generate_rows(file, output, "--column", "chat", "--answer-column", "reply")
     assert list(rows(output)[0]) == ["chat", "reply"]
+
+
+def test_messages_begin_with_one_bos_token_without_chat_format_too(source: Path, tmp_path: Path) -> None:
+    """Would catch: the BOS token of the tokenizer before that of the template, by which messages are always written."""
+    target = tmp_path / "target_beside_prompts"
+    shutil.copytree(target, tmp_path / "own")
+    target.unlink()
+    (tmp_path / "own").rename(target)
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    tokenizer.post_processor = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 1)])
+    tokenizer.save(str(target / "tokenizer.json"))
+    command.write_rows(source, [{"prompt": [{"role": "user", "content": text}]} for text in PROMPTS])
+    file = source.with_name("answers.safetensors")
+    generate_rows(source, source.with_name("answers.jsonl"), "--no-chat", "--history", str(file))
+    assert NgramHistory.of_file(file).index.tokens.count(1) == len(PROMPTS)
 
 
 @pytest.mark.parametrize(
