@@ -208,7 +208,10 @@ class DraftModelCandidates(PretrainedCandidates):
 def _check_draft(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     """Raise a `ValueError` for a model that cannot draft for this target."""
     check_pair(draft, target)
-    check_model(draft)
+    try:
+        check_model(draft)
+    except ValueError as error:
+        raise ValueError(f"the draft model, not the target: {error}; or give another draft") from error
     if keeps_state(text_config(draft)):
         raise ValueError(
             f"{type(draft).__name__} keeps a state that draft trees cannot branch from; use a draft model with "

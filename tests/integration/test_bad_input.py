@@ -422,6 +422,7 @@ MISMATCHES: list[tuple[str, Callable[[], Any], str]] = [
         "has 12 tokens, but the draft reads at",
     ),
     ("llama", lambda: DraftModelCandidates(stateful_model("lfm2")), "keeps a state"),
+    ("llama", lambda: DraftModelCandidates(tiny_model("bloom")), "the draft model, not the target: Bloom.* takes no"),
     ("lfm2", lambda: LayerSkipCandidates(1), "convolutions or recurrent states"),
     ("qwen3_next", lambda: LayerSkipCandidates(1), "convolutions or recurrent states"),
     ("llama", lambda: EagleCandidates(HEAD_FIXTURES / "eagle3_original" / "head"), "of 128, but this target has 99"),
