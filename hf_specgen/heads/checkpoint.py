@@ -163,10 +163,20 @@ def read_linear(path: Path, prefix: str, shape: tuple[int, int]) -> nn.Linear:
     found = {name: tensor.shape for name, tensor in tensors.items()}
     if found not in ({"weight": shape}, {"weight": shape, "bias": shape[:1]}):
         raise ValueError(f"{path} has the tensors {found}, but the draft and this target need a weight of {shape}")
+    _check_unquantised(tensors)
     with torch.device("meta"):
         linear = nn.Linear(shape[1], shape[0], bias="bias" in found)
     linear.load_state_dict({name: tensor.read() for name, tensor in tensors.items()}, assign=True)
     return linear
+
+
+def _check_unquantised(tensors: Mapping[str, TensorInfo]) -> None:
+    """Raise a `ValueError` for a tensor whose numbers are integers, or have less than 16 bits."""
+    for name, info in tensors.items():
+        if not info.dtype.is_floating_point or info.dtype.itemsize < 2:
+            raise ValueError(
+                f"{info.file} has the tensor {name[:120]!r} of {info.dtype}; load one that is not quantised"
+            )
 
 
 @contextmanager
@@ -293,6 +303,7 @@ def load_adapter(module: nn.Module, source: Source, saved: Sequence[str] = ()) -
                 f"{weights} does not fit {path.name} and the target: tensor {name[:120]!r} should be {fitting}, but is "
                 f"{found}; load the adapter that belongs to this target"
             )
+    _check_unquantised(tensors)
     scales = {name: scale if ".lora_B." in name else 1.0 for name in expected}
     return {name.removeprefix(PEFT_PREFIX): info.read() * scales[name] for name, info in tensors.items()}
 

@@ -268,6 +268,8 @@ DAMAGED_ADAPTER: list[tuple[Damage, str]] = [
     (config(EXIT, exit_layer=None), "the config has no exit_layer"),
     (config(EXIT, hidden_size=[384]), "hidden_size must be a whole number"),
     (config(EXIT, vocab_size=5), "vocab_size 5, but this target has 8192"),
+    (tensors(lambda t: {name: one.char() for name, one in t.items()}), "of torch.int8; load one that is not quantised"),
+    (tensors(lambda t: {name: one.to(torch.float8_e4m3fn) for name, one in t.items()}), "of torch.float8_e4m3fn; load"),
 ]
 # Would catch: RecursionError, JSONDecodeError, KeyError or AttributeError from deep inside.
 for content in (DEEP, "", "{", '"text"', "\x00", '{"model_type": "medusa_heads"}'):
@@ -303,6 +305,9 @@ AUTOMATIC: list[tuple[Damage, str]] = [
     (adapter_of_itself, "is an adapter itself"),
     *((text(one), KNOWN) for one in ("{}", '{"speculators_model_type": "hydra"}')),
 ]
+
+
+PROJECTION = {"target_proj.weight": torch.ones(64, 192, dtype=torch.int8)}
 PARD: list[tuple[Damage, str]] = [
     (config(attention_wobble=0.7), "config.json has attention_wobble = '0.7', which may change what"),
     (config(pard_token=4096), "pard_token 4096, but the model has 128 embeddings"),
@@ -314,6 +319,7 @@ PARD: list[tuple[Damage, str]] = [
     (config(intermediate_size=7), "cannot load .*RuntimeError"),
     (config(head_dim=0), "cannot load .*ZeroDivisionError"),
     (removed("warp_model.bin"), "PARD-2 needs it"),
+    (lambda folder: torch.save(PROJECTION, folder / "warp_model.bin"), r"tensor 'weight' of torch\.int8; load one"),
 ]
 
 
