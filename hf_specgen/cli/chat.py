@@ -155,10 +155,14 @@ class Chat:
         """Answer the last of these messages and print the answer; the conversation stays as it was if that fails."""
         try:
             status = self.generate(messages, self._print)
-        except (KeyboardInterrupt, ValueError) as error:
+        except (KeyboardInterrupt, Exception) as error:  # as of a model without positions for so long a text
             self.cached = None
-            reason = f"{self.strategy} cannot be used: {error}" if str(error) else "interrupted"
-            self.console.print(f"\n[red]{escape(reason)}[/]; the conversation is as before\n", highlight=False)
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            reason = f"{self.strategy} cannot be used: {kind}{error}"
+            if isinstance(error, KeyboardInterrupt):
+                reason = "interrupted"
+            message = f"\n[red]{escape(reason)}[/]; the conversation is as before, /new forgets it\n"
+            self.console.print(message, highlight=False)
         else:
             self.console.print(f"\n[dim]{escape(status)}[/]\n", highlight=False)
 

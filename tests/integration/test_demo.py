@@ -24,6 +24,7 @@ from hf_specgen.evaluation.measure import Comparison, Sample, Variant
 from hf_specgen.evaluation.published import NAME, PUBLISHED
 from hf_specgen.evaluation.workloads import ASSETS, domain_prompts, everyday_prompts
 from hf_specgen.heads.head_formats import load_head
+from tests.helpers import fresh_model
 from tests.helpers.cli import run
 
 SHOWN = ("plain", "prompt lookup", "auto", "n-grams  ", "EAGLE", "draft model", "n-grams + draft")
@@ -292,6 +293,15 @@ def test_again_with_another_strategy_gives_the_same_answer(chat: Chat) -> None:
 def test_command_prints_one_answer(chat: Chat, line: str, message: str) -> None:
     """Would catch: a command that is sent to the model, or an unknown one that is passed over."""
     assert message in dialogue(chat, line)
+
+
+def test_conversation_that_is_too_long_for_the_model_goes_on(tokenizer: Any) -> None:
+    """Would catch: a chat that ends with an error of PyTorch, and the conversation with it."""
+    model = fresh_model("gpt2", vocab_size=8192, n_positions=32)
+    chat = Chat(model, tokenizer, CHOICES, Console(file=io.StringIO(), width=200), max_new_tokens=4, do_sample=False)
+    printed = dialogue(chat, "Hello", "And a much longer text. " * 10)
+    assert "n-grams cannot be used: IndexError" in printed and "as before, /new forgets it" in printed
+    assert [message["content"] for message in chat.messages][::2] == ["Hello"]
 
 
 def test_new_forgets_the_conversation_but_not_the_system_prompt(reference_model: Any, tokenizer: Any) -> None:
