@@ -21,6 +21,7 @@ from hf_specgen.depth import CostCurve, FixedDepth, LatencyModel
 from hf_specgen.depth.calibrate import prefilled_target, time_pass
 from hf_specgen.depth.latency import ANY_DRAFTER, Bucket, DraftLatency
 from hf_specgen.targets.model_parts import text_config
+from hf_specgen.targets.support import check_model
 
 QUERIES = (1, 2, 4, 8, 24, 64)
 
@@ -38,6 +39,12 @@ def measure_cost_curve(
     The sizes are interleaved within each repeat, so that other load on the machine affects all of them; the first
     repeat is a warm-up and not counted; each time is the median over the repeats.
     """
+    check_model(model)
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder, and only latencies of decoder-only models are measured "
+            "before a call; leave latency= out, so that its calls measure them"
+        )
     config = text_config(model)
     limit = getattr(config, "max_position_embeddings", None) or 2**31
     if context + queries[-1] > limit:

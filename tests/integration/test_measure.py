@@ -1,6 +1,7 @@
 """Timing: both sides the same work, chats from the cache, first tokens, memory."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,16 @@ def test_measured_curve_runs_the_passes_it_says() -> None:
         curve = measure_cost_curve(tiny_model("llama"), queries=(1, 2, 8), context=12, batch=3, repeats=2)
     assert shapes == [(3, 12)] + 3 * [(3, 1), (3, 2), (3, 8)]
     assert (curve.queries, curve.context, curve.batch) == ((1, 2, 8), 12, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [(lambda: encoder_decoder("t5"), "is an encoder-decoder"), (lambda: tiny_model("bloom"), "takes no position_ids")],
+)
+def test_measured_curve_of_a_model_without_one_raises(model: Callable[[], Any], words: str) -> None:
+    """Would catch: an error about an argument that the measured pass lacks."""
+    with pytest.raises(ValueError, match=words):
+        measure_cost_curve(model())
 
 
 LOCAL = [name for name, spec in yaml.safe_load(CATALOGUE.read_text())["domains"].items() if "data" in spec]
