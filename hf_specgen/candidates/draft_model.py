@@ -135,7 +135,7 @@ class DraftModelCandidates(PretrainedCandidates):
     def start(self, batch: DraftBatch) -> DraftSession:
         batch.call.check_prompt_ids("a draft model")
         draft = self._load(batch.model)
-        _check_draft(draft, batch.model)
+        check_draft(draft, batch.model)
         loaded = self._in_call(batch, draft)
         k = self.k
         if loaded.parallel is not None and self.adaptive_tree:
@@ -205,7 +205,7 @@ class DraftModelCandidates(PretrainedCandidates):
         return self._model
 
 
-def _check_draft(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+def check_draft(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     """Raise a `ValueError` for a model that cannot draft for this target."""
     check_pair(draft, target)
     try:

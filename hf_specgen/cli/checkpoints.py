@@ -6,8 +6,9 @@ The checks of `hf-specgen doctor`: support, tokenizers, sizes, heads.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from math import inf, prod
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +24,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from hf_specgen.candidates import Candidates, DraftModelCandidates, LayerSkipCandidates, MTPCandidates
 from hf_specgen.candidates.cross_tokenizer import load_tokenizer, shared_ids
+from hf_specgen.candidates.draft_model import check_draft
 from hf_specgen.cli.settings import FindSettings, terminal
 from hf_specgen.compat import attention_implementation
 from hf_specgen.evaluation import workloads
@@ -85,15 +87,19 @@ def check(drafter: Strategy, target: PreTrainedModel, dtype: str = "auto") -> li
     if not isinstance(drafter.candidates, DraftModelCandidates):
         return heads(drafter.candidates, drafter.source, target)
     draft = without_weights(drafter.source, dtype)
-    return [support(draft, "draft"), *draft_model(target, draft)]
+    fits = partial(check_draft, target=target)
+    return [support(draft, "draft", fits), *draft_model(target, draft)]
 
 
-def support(model: PreTrainedModel, role: str) -> Finding:
-    """Whether the model can verify draft trees: attention implementation, positions, a cache with rollback."""
+def support(model: PreTrainedModel, role: str, check: Callable[[PreTrainedModel], None] = check_model) -> Finding:
+    """Whether the model can verify draft trees: attention implementation, positions, a cache with rollback.
+
+    `check` raises a `ValueError` if it cannot.
+    """
     attention = attention_implementation(model.config.get_text_config())
     found = f"{type(model).__name__}, {_count(model)} parameters, attention {attention!r}"
     try:
-        check_model(model)
+        check(model)
     except ValueError as error:
         return Finding(f"{role} support", BAD, found, str(error))
     return Finding(f"{role} support", GOOD, f"{found}, key/value cache that can be rolled back")

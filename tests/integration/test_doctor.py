@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from hf_specgen.heads.source import Source
 from tests.helpers import tiny_model
 from tests.helpers.encoder_decoder import encoder_decoder
 from tests.helpers.head_fixtures import FIXTURES
+from tests.helpers.models import stateful_model
 
 MODEL, DRAFT, HEADS = str(BUNDLED_MODEL), str(BUNDLED_DRAFT), str(BUNDLED_HEADS)
 
@@ -122,6 +124,20 @@ def test_draft_with_another_tokenizer_and_template_is_a_warning(tmp_path: Path) 
     other = checked(draft=(str(tokens),))
     assert results(other)["tokenizers"] == "warning" and other.recommendation
     assert any("100% of those of sample texts" in finding.found for finding in other.findings)
+
+
+@pytest.mark.parametrize(
+    ("draft", "words"),
+    [
+        (lambda: encoder_decoder("t5"), "the draft T5ForConditionalGeneration an encoder-decoder"),
+        (lambda: stateful_model("lfm2"), "keeps a state that draft trees cannot branch from"),
+    ],
+)
+def test_draft_that_every_call_refuses_is_bad(draft: Callable[[], Any], words: str, tmp_path: Path) -> None:
+    """Would catch: a draft that is recommended by the static checks, or ends the doctor without a report."""
+    draft().save_pretrained(tmp_path)
+    (bad, *_) = checked(draft=(str(tmp_path),)).bad
+    assert bad.subject == "draft support" and words in bad.meaning
 
 
 def test_problems_end_with_exit_code_1_and_no_weights_are_loaded(tmp_path: Path) -> None:
