@@ -179,12 +179,14 @@ def errors() -> Iterator[None]:
     transformers_logging.disable_progress_bar()
     try:
         yield
-    except (OSError, ValueError, ImportError, MemoryError, RuntimeError) as error:
+    except (OSError, ValueError, ImportError, MemoryError, RuntimeError, IndexError) as error:
         message = str(error)
         reason = str(error).split("\n", 1)[0]
         if isinstance(error, MemoryError) or "allocate" in reason or "out of memory" in reason:
             message = f"not enough memory for this; use a smaller batch, length, model or dtype ({reason})"
-        elif isinstance(error, RuntimeError):
+        elif isinstance(error, IndexError) and "index out of range in self" in reason:  # of an embedding
+            message = f"a text has more tokens than the model has positions; give shorter ones ({reason})"
+        elif isinstance(error, RuntimeError | IndexError):
             raise
         elif isinstance(error, OSError) and error.strerror and error.filename:
             message = f"cannot use {str(error.filename)!r}: {error.strerror}; name another file or folder"

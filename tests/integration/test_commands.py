@@ -95,6 +95,16 @@ def test_chat_template_that_raises_is_named(tmp_path: Path) -> None:
         assert "the chat template of" in output and "no chats" in output
 
 
+def test_prompt_beyond_the_positions_of_the_model_is_named(tmp_path: Path) -> None:
+    """Would catch: a traceback of an embedding."""
+    shutil.copytree(MODEL, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    tiny_model("gpt2", vocab_size=8192, n_positions=16).save_pretrained(tmp_path / "model")
+    command.write_rows(tmp_path / "prompts.jsonl", [{"prompt": "a b " * 30}])
+    files = (str(tmp_path / name) for name in ("model", "prompts.jsonl", "out.jsonl"))
+    output = run("generate", *files, "--dtype", "float32", exit_code=2)
+    assert "has more tokens than the model has positions; give shorter ones (prompt 0: index out of" in output
+
+
 def test_device_that_cannot_be_used_is_named_in_a_sentence() -> None:
     """Would catch: the list of all backends, 1,500 characters, in the message."""
     assert (
