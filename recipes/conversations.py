@@ -97,21 +97,25 @@ def messages_of(row: Row) -> Messages:
         lists = [part if isinstance(part, list) else [{"role": role, "content": part}] for role, part in parts.items()]
         given = [*lists[0], *lists[1]]
     if given is None:
-        if row.get("text") is not None:
+        if isinstance(text := row.get("text"), str):
             return []
+        if text is not None:
+            raise ValueError(f"text must be a text, got {text!r:.80}")
         raise ValueError(f"the data have the columns {', '.join(row) or 'none'}, but training needs {FORMATS}")
     if not isinstance(given, list) or not all(isinstance(message, Mapping) for message in given):
         raise ValueError(f"a conversation must be a list of {{role, content}}, got {given!r:.80}")
+    if not given and not isinstance(row.get("text"), str):
+        raise ValueError("its conversation has no messages; remove the row")
     messages = [_message(message) for message in given]
     if row.get("system") and (not messages or messages[0]["role"] != "system"):
-        messages.insert(0, {"role": "system", "content": row["system"]})
+        messages.insert(0, _message({"role": "system", "content": row["system"]}))
     return messages
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as chat templates expect it, without the empty fields that Arrow adds."""
     fields = {ALIASES.get(name, name): value for name, value in message.items() if value is not None}
-    if "role" not in fields:
+    if not isinstance(fields.get("role"), str):
         raise ValueError(f"a message needs a role and its content, got {dict(message)!r:.80}")
     if not isinstance(fields.get("content", ""), str | list):
         raise ValueError(f"the content of a message must be a text, or a list of parts, got {fields['content']!r:.80}")
@@ -149,6 +153,7 @@ class ChatFormat:
 
     def ids(self, text: str, begins: bool) -> list[int]:
         """Tokens; `begins`: of the beginning of a conversation, which templates mark by themselves."""
+        text.encode()  # a ValueError for half a character, of which tokenizers do not say what it is
         return list(self.tokenizer(text, add_special_tokens=begins and not self.tokenizer.chat_template)["input_ids"])
 
     def render(self, messages: Messages, tools: Any, generation: bool) -> str:

@@ -105,6 +105,28 @@ def test_contents_of_several_text_parts_are_encoded_as_one_text(
 
 
 @pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": []}, "its conversation has no messages; remove the row"),
+        ({"text": 5}, "text must be a text, got 5"),
+        ({"messages": [{"role": ["user"], "content": "hi"}]}, "a message needs a role and its content, got"),
+        ({"messages": [HI, YES], "system": 5}, "the content of a message must be a text, or a list of parts, got 5"),
+        ({"prompt": "\ud800", "response": "yes"}, "surrogates not allowed"),
+    ],
+)
+@pytest.mark.parametrize("template", [None, PARTS], ids=["none", "plain"])
+def test_row_that_is_no_conversation_raises_a_value_error(
+    tokenizer: Any, monkeypatch: Any, template: str | None, row: dict[str, Any], message: str
+) -> None:
+    """Would catch: a KeyError or TypeError, which does not get the number of the row."""
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    chat = ChatFormat(tokenizer)
+    for read in (chat.prompt, lambda row: list(chat.encode(row, 50))):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            read(row)
+
+
+@pytest.mark.parametrize(
     ("template", "message"),
     [
         (None, "row 1: the parts of this content must be texts {type, text}, got [{'type': 'image'}]"),
