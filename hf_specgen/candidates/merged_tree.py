@@ -96,12 +96,12 @@ def merged_children(
     """A function that returns the children of a node of the merged tree of a row, most likely first.
 
     Where a drafter proposes tokens, the acceptance of others is multiplied by `unproposed_factor`. Elsewhere Token
-    Recycling adds its tokens, within the probability that is left. Siblings are scaled to a sum of at most 1.
+    Recycling adds its tokens, see `_with_recycled`. Siblings are scaled to a sum of at most 1.
     """
 
     def children(node: MergedNode, depth: int) -> list[tuple[int, float, MergedNode]]:
         if not node.nodes:  # beyond all drafts
-            recycled_tokens = [] if recycling is None else recycling.candidate_tokens(node.token)
+            recycled_tokens = [] if recycling is None else recycling.candidate_tokens(node.token, is_recycled=True)
             return [(token, recycled, MergedNode(token, {})) for token, recycled in recycled_tokens]
         proposed = drafts.after(node)
         acceptance = {token: one.acceptance for token, one in proposed.items()}
@@ -110,18 +110,28 @@ def merged_children(
             for token, one in proposed.items():
                 acceptance[token] *= 1.0 if one.is_from_drafter else unproposed_factor
         elif recycling is not None:
-            rest = max(0.0, 1 - sum(acceptance.values()))
-            for token, recycled in recycling.candidate_tokens(node.token):
-                copied = acceptance.get(token, 0.0)
-                # A further estimate of a copied token shares the rest; a new token may take all of it, as the table
-                # estimates its probability after this token whatever was copied.
-                acceptance[token] = copied + rest * recycled if copied else min(rest, recycled)
-                nodes.setdefault(token, MergedNode(token, {}))
+            acceptance = _with_recycled(acceptance, recycling.candidate_tokens(node.token, is_recycled=False))
+            nodes = {token: nodes.get(token) or MergedNode(token, {}) for token in acceptance}
         scale = 1 / max(1.0, sum(acceptance.values()))
         ranked = sorted(acceptance.items(), key=lambda one: -one[1])
         return [(token, scale * value, nodes[token]) for token, value in ranked]
 
     return children
+
+
+def _with_recycled(copied: dict[int, float], recycled: Sequence[tuple[int, float]]) -> dict[int, float]:
+    """Acceptance of copied and recycled tokens after one node, from the separate estimates of each.
+
+    Whether a copy is right and whether the table is right count as independent, given that not both are. So a nearly
+    certain copy remains so: a long copy would be cut if each of its tokens lost a little to the table.
+    """
+    copy_is_right = min(1.0, sum(copied.values()))
+    table_is_right = sum(probability for _, probability in recycled)
+    not_both = 1 - copy_is_right * table_is_right
+    acceptance = {token: probability * (1 - table_is_right) / not_both for token, probability in copied.items()}
+    for token, probability in recycled:
+        acceptance[token] = acceptance.get(token, 0.0) + probability * (1 - copy_is_right) / not_both
+    return acceptance
 
 
 def node_children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, float]]]:

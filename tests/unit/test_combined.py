@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import nan, prod
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -14,6 +14,7 @@ from hf_specgen.candidates.base import DraftSession
 from hf_specgen.candidates.best_first import SearchLimits, best_first
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.merged_tree import UNPROPOSED, MemberDrafts, UnproposedTokens, merged_children
+from hf_specgen.candidates.recycling import RecyclingSession
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.verification import VerificationResult
 from tests.helpers.calls import make_batch, make_state
@@ -103,6 +104,54 @@ def test_merged_tree_has_the_most_probable_nodes_of_all_drafts(
     paths = node_paths(tree.tokens, tree.parents)
     assert tree.probability == pytest.approx([expected[path] for path in paths])
     assert tree.probability == pytest.approx(sorted(expected.values(), reverse=True)[:nodes])
+
+
+class Table:
+    """A stand-in for a recycling session: candidate tokens that do not depend on the token before them."""
+
+    def __init__(self, acceptance: dict[int, float]):
+        self.acceptance = acceptance
+
+    def candidate_tokens(self, token: int, is_recycled: bool) -> list[tuple[int, float]]:
+        return list(self.acceptance.items())
+
+
+siblings = st.dictionaries(st.integers(1, 4), st.floats(0.01, 0.24), max_size=4)  # whose sum is below 1
+
+
+def merged_siblings(copied: dict[int, float], recycled: dict[int, float]) -> dict[int, float]:
+    """The first level of the merged tree of a copied draft, which Token Recycling extends."""
+    drafts = MemberDrafts([draft_of({(token,): value for token, value in copied.items()})[0]], 1, row=0)
+    children = merged_children(drafts, UNPROPOSED, cast(RecyclingSession, Table(recycled)))
+    return {token: probability for token, probability, _ in children(drafts.root(0), 0)}
+
+
+@given(siblings.filter(bool), siblings)
+def test_copied_and_recycled_tokens_are_merged_as_guesses_of_which_one_is_right(
+    copied: dict[int, float], recycled: dict[int, float]
+) -> None:
+    """Would catch: siblings whose probabilities sum to more than 1, a token of one of the two that is left out."""
+    neither = {0: 1 - sum(copied.values())}, {0: 1 - sum(recycled.values())}  # token 0: the guess is wrong
+    outcomes = {
+        (first, second): first_probability * second_probability
+        for first, first_probability in (copied | neither[0]).items()
+        for second, second_probability in (recycled | neither[1]).items()
+        if not (first and second)
+    }
+    total = sum(outcomes.values())
+    expected = {
+        token: sum(value for outcome, value in outcomes.items() if token in outcome) / total
+        for token in {*copied, *recycled}
+    }
+    assert merged_siblings(copied, recycled) == pytest.approx(expected)
+
+
+def test_a_long_copy_is_not_cut_by_recycled_tokens() -> None:
+    """Would catch: nearly certain tokens that lose a part to the recycled ones at every level of a copy."""
+    recycled = dict.fromkeys(range(10, 18), 0.05)
+    assert merged_siblings({1: 0.99}, recycled)[1] > 0.98
+    assert merged_siblings({1: 0.99}, {})[1] == pytest.approx(0.99)
+    assert merged_siblings({1: 0.01}, {2: 0.4}) == pytest.approx({1: 0.006, 2: 0.397}, abs=1e-3)
 
 
 @pytest.mark.parametrize("probability", [(0.0, 0.0), (nan, nan), (nan, 0.4)])
