@@ -17,8 +17,8 @@ import json
 import random
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,10 @@ def generation_of(generation: dict[str, Any], row: Row) -> dict[str, Any]:
 
 
 def ask_server(args: AnswerArguments, rows: Numbered) -> Iterator[tuple[int, Row]]:
-    """Answers of an OpenAI-compatible server, to `batch_size` prompts at the same time."""
+    """Answers of an OpenAI-compatible server, to `batch_size` prompts at the same time, as they arrive.
+
+    After an error no further prompt is sent; it is raised when the requests that were sent before are answered.
+    """
     client = InferenceClient(base_url=args.server)
     for generation in args.generation.values():
         server_settings(generation, {})  # raises before anything is answered
@@ -158,8 +161,28 @@ def ask_server(args: AnswerArguments, rows: Numbered) -> Iterator[tuple[int, Row
         thought = f"<think>\n{reasoning}\n</think>\n\n" if reasoning else ""
         return number, answered(row, thought + (choice.message.content or ""), choice.finish_reason != "length")
 
+    errors: list[BaseException] = []
     with ThreadPoolExecutor(args.batch_size) as pool:
-        yield from pool.map(ask, rows)
+        requests = [pool.submit(ask, numbered) for numbered in rows]
+        try:
+            for request in as_completed(requests):
+                if request.cancelled():
+                    continue
+                if (error := request.exception()) is None:
+                    yield request.result()
+                else:
+                    errors.append(error)
+                    _cancel(requests)
+        finally:
+            _cancel(requests)
+    if errors:
+        raise errors[0]
+
+
+def _cancel(requests: Iterable[Future[Any]]) -> None:
+    """Cancel the requests that no thread has sent yet."""
+    for request in requests:
+        request.cancel()
 
 
 def server_settings(generation: dict[str, Any], extra_body: dict[str, Any]) -> dict[str, Any]:

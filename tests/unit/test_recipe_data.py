@@ -6,6 +6,8 @@ import sys
 import time
 import weakref
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from datasets import Dataset
 from safetensors import SafetensorError
 
+import generate_answers
 from arguments import SIGNALS, Options, calling_at_signals, expected_errors, launch, parse, preset
 from conversations import (
     IGNORED,
@@ -27,7 +30,7 @@ from conversations import (
     read_rows,
 )
 from drafter import answer_numbers, choose_anchors, with_lora
-from generate_answers import AnswerArguments, chosen_prompts, folder_of, server_settings
+from generate_answers import AnswerArguments, ask_server, chosen_prompts, folder_of, server_settings
 from losses import later_pairs
 from tests.helpers.paths import ROOT
 from tests.helpers.recipes import write_rows
@@ -345,6 +348,34 @@ def test_settings_of_generation_that_a_server_cannot_take_are_refused(name: str)
     """Would catch: an argument of `generate` that the server never receives, or a bare TypeError of a thread."""
     with pytest.raises(ValueError, match=f"generation has {name}, which --server cannot send; remove it"):
         server_settings({"temperature": 1.0, name: 2}, {})
+
+
+def test_answers_of_a_server_are_kept_when_another_request_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: answers that arrive after the one that a failed request should have had, and are dropped."""
+    sent, failed = Event(), Event()  # that the slow request was sent, and that the other one failed
+
+    class Client:
+        def __init__(self, base_url: str):
+            pass
+
+        def chat_completion(self, messages: Any, **settings: Any) -> Any:
+            if messages[0]["content"] == "fails":
+                assert sent.wait(timeout=10)
+                failed.set()
+                raise OSError("the server has no answer")
+            sent.set()
+            assert failed.wait(timeout=10)
+            message = SimpleNamespace(content="yes")
+            return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason="stop")])
+
+    monkeypatch.setattr(generate_answers, "InferenceClient", Client)
+    args = AnswerArguments(target="name", prompts="", output="", server="http://localhost/v1", batch_size=2)
+    rows = [(number, {"prompt": prompt, "response": ""}) for number, prompt in enumerate(["fails", "slow"])]
+    arrived = []
+    with pytest.raises(OSError, match="the server has no answer"):
+        for number, row in ask_server(args, rows):
+            arrived.append((number, row["response"]))
+    assert arrived == [(1, "yes")]
 
 
 def test_a_prompt_keeps_its_number_whatever_else_is_answered(tmp_path: Path) -> None:
