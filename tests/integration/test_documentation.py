@@ -195,7 +195,7 @@ def test_copied_figures_are_those_of_the_record(page: str, head: str, record: st
 SENTENCES = [
     ("README.md", "a pass over 8 tokens", "as long as", "published/report.json", "cost"),
     ("README.md", "over all\nof them", "[Tables", "published/report.json", "speed"),
-    ("README.md", "the worst on record", "at batch 1", "batches/report.json", "speed"),
+    ("README.md", "the worst on record", "at batch 1", "domains/report.json", "speed"),
     ("README.md", "at batch 1 (", "in batches of 4", "batches/report.json", "batch"),
     ("README.md", "23 November 2026): n-grams", "times plain", "large-target.json", "rows"),
     ("docs/integrations.md", "`benchmarks/README.md`: in `generate`", "for 8 and 16", "rollouts.json", "rows"),
