@@ -127,11 +127,11 @@ def merged_siblings(copied: dict[int, float], recycled: dict[int, float]) -> dic
 
 
 @given(siblings.filter(bool), siblings)
-def test_copied_and_recycled_tokens_are_merged_as_guesses_of_which_one_is_right(
+def test_copied_and_recycled_tokens_are_merged_as_proposals_of_which_one_is_accepted(
     copied: dict[int, float], recycled: dict[int, float]
 ) -> None:
     """Would catch: siblings whose probabilities sum to more than 1, a token of one of the two that is left out."""
-    neither = {0: 1 - sum(copied.values())}, {0: 1 - sum(recycled.values())}  # token 0: the guess is wrong
+    neither = {0: 1 - sum(copied.values())}, {0: 1 - sum(recycled.values())}  # token 0: rejected
     outcomes = {
         (first, second): first_probability * second_probability
         for first, first_probability in (copied | neither[0]).items()
