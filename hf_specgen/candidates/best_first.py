@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 from hf_specgen.candidates.base import DraftSession, TreeSetting
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.tree_size import FastestTreeSizer, tree_sizer
+from hf_specgen.depth.latency import NodeLatency
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult
 
@@ -39,11 +40,15 @@ class SearchTree(Generic[Tag]):
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """Maximum number of nodes, and the path probability that a node has to exceed; a chain has no siblings."""
+    """Maximum number of nodes, and the path probability that a node has to exceed; a chain has no siblings.
+
+    With `latency` the search ends where no further node raises the tokens per second.
+    """
 
     nodes: int
     min_probability: float = 0.0
     is_chain: bool = False
+    latency: NodeLatency | None = None
 
 
 def best_first(
@@ -77,7 +82,16 @@ def best_first(
 
     if depth > 0:
         push(iter(children(root, 0)), -1, 1, 1.0)
+    latency = limits.latency
+    tokens_of_step = 1.0  # expected, with the nodes so far
+    best_rate = 0.0  # tokens per second of the best tree so far
     while heap and len(tree.tokens) < limits.nodes:
+        if latency is not None:
+            best_rate = max(best_rate, tokens_of_step / latency.seconds[len(tree.tokens)])
+            # No later node is more probable than the next one.
+            if -heap[0][0] <= best_rate * latency.least_seconds_per_node[len(tree.tokens)]:
+                break
+            tokens_of_step -= heap[0][0]
         negative_probability, _, parent, level, token, tag, siblings, parent_probability = heappop(heap)
         node = len(tree.tokens)
         tree.tokens.append(token)
@@ -101,16 +115,20 @@ def draft_rows(
 ) -> tuple[DraftTree, list[SearchTree[Tag]]]:
     """Search a tree for every row and cut it to the size to verify.
 
-    The search ignores `tokens_per_pass`, of a drafter so far, and `scales`, for each row a factor of the path
-    probabilities: these only affect how many nodes are kept. The draft has the scaled probabilities, the search trees
-    those before.
+    `tokens_per_pass` are the passes of a drafter so far. The search ignores `scales`, for each row a factor of the path
+    probabilities, which only affect how many nodes are kept. The draft has the scaled probabilities, the search trees
+    those before. With scales the search trees are complete, for sessions that learn from all of their nodes.
     """
     if not any(depths):
         return DraftTree.empty(len(depths)), [SearchTree() for _ in depths]
     sizer = tree_sizer(tree, batch, depths)
     is_chain = tree is None or batch.verifies_chains_only
+    draft_seconds = 0.0 if tokens_per_pass is None else sizer.drafting_seconds(tokens_per_pass)
     if isinstance(sizer, FastestTreeSizer):
-        limits = SearchLimits(sizer.max_nodes, sizer.min_probability, is_chain)
+        # The nodes of several rows are cut together: a row's own tree does not show where.
+        may_end = scales is None and len(depths) == 1
+        latency = sizer.node_latency(draft_seconds) if may_end else None
+        limits = SearchLimits(sizer.max_nodes, sizer.min_probability, is_chain, latency)
     elif isinstance(tree, int):
         limits = SearchLimits(tree, is_chain=is_chain)
     elif tree is None:
@@ -122,7 +140,6 @@ def draft_rows(
     scaled = [replace(tree, probability=[scale * value for value in tree.probability]) for tree, scale in pairs]
     nodes = limits.nodes
     if isinstance(sizer, FastestTreeSizer):
-        draft_seconds = 0.0 if tokens_per_pass is None else sizer.drafting_seconds(tokens_per_pass)
         nodes = sizer.num_verified_by_probability([tree.probability for tree in scaled], draft_seconds)
     return draft_of(scaled, nodes), trees
 

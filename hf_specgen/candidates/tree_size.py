@@ -24,7 +24,7 @@ import numpy as np
 from hf_specgen.candidates.acceptance_estimator import AcceptanceEstimator, LevelProbabilities
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.tree_builder import ProbabilitySnapshot, TreeBuilder
-from hf_specgen.depth.latency import CostCurve, DraftLatency, StepLatency, fastest
+from hf_specgen.depth.latency import CostCurve, DraftLatency, NodeLatency, StepLatency, fastest
 from hf_specgen.device_tree import Floats
 from hf_specgen.drafter import Drafter
 from hf_specgen.targets.cache import padded_tokens
@@ -194,8 +194,8 @@ class FastestTreeSizer(TreeSizer):
         self._num_active_rows = max(rows, num_active_rows)
         self._draft_latency = latency.draft
         self._snapshot: ProbabilitySnapshot | None = None
-        # `_target_seconds[n]` are those of the target's pass if n nodes of each row are verified.
-        self._target_seconds = _target_seconds_by_nodes(latency.target, max(rows, pass_rows), self.max_nodes, is_padded)
+        self._target_latency = _target_latency(latency.target, max(rows, pass_rows), self.max_nodes, is_padded)
+        self._target_seconds = self._target_latency.seconds
         self.min_probability = _min_probability(self._target_seconds)
         # `_pass_seconds[n - 1]` are those of a further pass over n nodes of each row.
         self._pass_seconds = _pass_seconds_by_width(latency.draft, rows)
@@ -309,6 +309,10 @@ class FastestTreeSizer(TreeSizer):
     def drafting_seconds(self, passes: Sequence[int]) -> float:
         return self._draft_latency.draft_seconds(passes)
 
+    def node_latency(self, draft_seconds: float) -> NodeLatency:
+        """The latency of the step, of which the drafter has taken `draft_seconds`."""
+        return self._target_latency._replace(seconds=self._target_seconds + draft_seconds)
+
 
 class FastestChainSizer(FastestTreeSizer):
     """Chains with the most expected tokens per second."""
@@ -328,10 +332,11 @@ def _rounded_levels_after_first(builder: TreeBuilder, k: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _target_seconds_by_nodes(target: CostCurve, rows: int, nodes: int, is_padded: bool) -> Floats:
-    """Seconds of the target's pass by the nodes of each row, from 0 on."""
+def _target_latency(target: CostCurve, rows: int, nodes: int, is_padded: bool) -> NodeLatency:
+    """The latency of the target's pass with up to `nodes` nodes of each row."""
     tokens = [padded_tokens(1 + count) if is_padded else 1 + count for count in range(nodes + 1)]
-    return np.array([target.seconds_of(rows * count) for count in tokens])
+    seconds = np.array([target.seconds_of(rows * count) for count in tokens])
+    return NodeLatency.of_seconds(seconds)
 
 
 def _min_probability(seconds: Floats) -> float:

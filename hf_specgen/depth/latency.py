@@ -125,6 +125,21 @@ class DraftLatency:
         return self.overhead + sum(map(self.pass_seconds, tokens_per_pass))
 
 
+class NodeLatency(NamedTuple):
+    """Latency of a step by the number n of verified nodes of each row, from 0 on."""
+
+    seconds: Floats
+    least_seconds_per_node: Floats
+    """`[n]`: the least (seconds[m] - seconds[n]) / (m - n) of all m > n. At a rate of r tokens per second, further
+    nodes raise the rate only if their path probability is more than r times this."""
+
+    @classmethod
+    def of_seconds(cls, seconds: Floats) -> NodeLatency:
+        nodes = np.arange(len(seconds))
+        least = [((seconds[n + 1 :] - seconds[n]) / (nodes[n + 1 :] - n)).min(initial=np.inf) for n in nodes]
+        return cls(seconds, np.array(least))
+
+
 class Bucket(NamedTuple):
     """Latencies at one number of rows and one context length: of the target, and of drafters by kind."""
 

@@ -24,6 +24,7 @@ from hf_specgen.candidates.tree_size import (
     TreeSizer,
 )
 from hf_specgen.depth import CostCurve, LatencyModel
+from hf_specgen.depth.latency import NodeLatency, fastest
 from hf_specgen.device_tree import DeviceTree, Frontier
 from hf_specgen.targets.cache import padded_tokens
 from hf_specgen.tree import DraftTree
@@ -409,6 +410,39 @@ def test_padded_tree_has_the_same_nodes_and_tokens_that_a_model_has(children: in
 
 
 # Best-first search, and drafts for rows cut to one size
+
+
+@given(
+    st.lists(probabilities, min_size=1, max_size=4),
+    st.lists(st.floats(-0.2, 1.0), min_size=12, max_size=12),
+    st.floats(0.0, 2.0),
+)
+def test_search_that_ends_early_verifies_the_same_nodes_as_a_complete_one(
+    acceptance: list[list[float]], increases: list[float], draft_seconds: float
+) -> None:
+    """Would catch: a search that ends although a further node raises the tokens per second, as after a jump of T(q)."""
+    levels = [descending(values) for values in acceptance]
+    seconds = np.maximum.accumulate(np.cumsum([1.0, *increases])) + draft_seconds  # flat and steep parts
+    seconds[1:4] += 0.5  # and a size after which passes are faster again
+
+    def children(path: tuple[int, ...], level: int) -> list[tuple[int, float, tuple[int, ...]]]:
+        return [(rank, value, (*path, rank)) for rank, value in enumerate(levels[level])]
+
+    def fastest_tree(limits: SearchLimits) -> list[tuple[int, ...]]:
+        tree = best_first((), children, len(levels), limits)
+        tokens = np.cumsum([1.0, *tree.probability])
+        return tree.tags[: fastest(tokens, seconds[: len(tokens)])]
+
+    latency = NodeLatency.of_seconds(seconds)
+    assert fastest_tree(SearchLimits(12, latency=latency)) == fastest_tree(SearchLimits(12))
+
+
+def test_search_with_a_latency_expands_only_nodes_that_may_be_verified() -> None:
+    """Would catch: a search that goes on to the maximum size where the first node is too improbable."""
+    latency = NodeLatency.of_seconds(1.0 + 0.5 * np.arange(10))
+    tree = best_first(0, lambda tag, level: [(1, 0.9, 1), (2, 0.08, 2)], 9, SearchLimits(9, latency=latency))
+    # The fourth one, at 0.656, is worth less than 0.5 s at (1 + 0.9 + 0.81 + 0.729) / 2.5 tokens per second.
+    assert tree.tokens == [1, 1, 1]
 
 
 def test_best_first_pulls_the_next_sibling_only_after_the_one_before_is_added() -> None:
