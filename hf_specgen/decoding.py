@@ -127,6 +127,7 @@ class DecodingSteps:
 
     def end_prefill(self, logits: torch.Tensor) -> None:
         """Choose the first tokens by the logits after the prompt, `[batch, 1, vocab]`."""
+        # Drafters take the vocabulary from the output matrix, or else from the config: there must be as many logits.
         model: Any = self.call.model
         has_matrix = model is None or hasattr(model.get_output_embeddings(), "weight")
         if not has_matrix and logits.shape[-1] < (size := vocabulary_size(model)):  # the configured one
@@ -145,9 +146,9 @@ class DecodingSteps:
         furthest = self.outputs.emitted_positions + min(self.verification.max_row_skew(), self.target.max_row_skew)
         texts = enumerate(self.state.generated)
         self._active = [not self.state.has_ended(row) and len(tokens) < furthest for row, tokens in texts]
-        drafts = may_draft and not self.outputs.needs_plain_steps
+        may_draft = may_draft and not self.outputs.needs_plain_steps
         with self.timer.part("policy"):
-            self.max_depths = self._depths(self._active if drafts else [False] * self.state.batch)
+            self.max_depths = self._depths(self._active if may_draft else [False] * self.state.batch)
         with self.timer.part("draft"):
             self.draft_session.plan(self.max_depths)
 
@@ -220,8 +221,8 @@ class DecodingSteps:
             # A row that is already beyond the last position exceeds it as in plain decoding, so it has no limit.
             positions = target.last_position - pending if pending <= target.last_position else UNLIMITED
             # A step emits one token after the accepted draft tokens.
-            most = min(state.remaining(row) - 1, positions, target.max_draft_tokens)
-            limits.append(int(max(0, most)) if may_draft[row] else 0)
+            limit = min(state.remaining(row) - 1, positions, target.max_draft_tokens)
+            limits.append(int(max(0, limit)) if may_draft[row] else 0)
         return limits
 
     def _verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult:

@@ -152,7 +152,7 @@ def _unsupported_reason(
 
 
 def _unsupported_settings(settings: Settings, model: Any, config: Any, processors: Sequence[Any]) -> Iterator[str]:
-    """What hinders speculation, among the settings, the model, the `ContinuousBatchingConfig` and the processors."""
+    """Every reason against speculation: settings, model, `ContinuousBatchingConfig` and logits processors."""
     if not isinstance(settings.verifier, ExactVerifier):
         yield "continuous batching verifies exactly; leave verification= out"
     if settings.monitor is not None or settings.prediction is not None or settings.compile == "graphs":
@@ -175,5 +175,6 @@ def _unsupported_settings(settings: Settings, model: Any, config: Any, processor
     if compiled or any(config.cuda_graph_booleans):
         yield "drafts change the shape of every step, so that CUDA graphs and compilation do not work; leave them out"
     types = [type(processor) for processor in processors if not transformers_batching.is_per_request(processor)]
-    if prefix_readers := ", ".join(one.__name__ for one in types if one not in SCORE_ONLY):
+    # Those that read the text before a token, and not the scores alone.
+    if prefix_readers := ", ".join(cls.__name__ for cls in types if cls not in SCORE_ONLY):
         yield f"continuous batching does not pass the text to {prefix_readers}; leave this logits processor out"

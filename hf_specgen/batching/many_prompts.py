@@ -196,7 +196,7 @@ class _Batch:
         try:
             yield from self._admit(calls, max_rows)
             while self._calls:
-                with self._decoding():
+                with self._forward_context():
                     self._step()
                 for row, call in enumerate(self._rows):
                     if call in self._calls and call.loop.state.all_stopped:
@@ -224,8 +224,8 @@ class _Batch:
             if call is None:
                 break
             self._calls.append(call)
-            if not call.shares_passes:
-                with self._isolating_errors(call), self._decoding():
+            if not call.shares_passes:  # it runs alone, to its end
+                with self._isolating_errors(call), self._forward_context():
                     call.loop.decode()
             if call in self._calls and call.loop.state.all_stopped:
                 yield from self._completed(call)
@@ -270,7 +270,7 @@ class _Batch:
                 call.target.path = ()
         self._target.commit_rows([call.target for call in self._rows])
         if self._calls:
-            self._count([call.loop for call in self._calls], logits.shape[1])
+            self._record_step([call.loop for call in self._calls], logits.shape[1])
 
     def _drafts(self) -> list[DraftTree]:
         """The draft of each call; a call that fails is removed."""
@@ -312,8 +312,8 @@ class _Batch:
             return [DraftTree.empty(1)] * len(loops), self._target.forward_again(pending)
         return trees, logits
 
-    def _count(self, loops: list[DecodingLoop], tokens_per_row: int) -> None:
-        """Record the step for the statistics of all prompts, and count the loss of its drafts by the latency."""
+    def _record_step(self, loops: list[DecodingLoop], tokens_per_row: int) -> None:
+        """Record the step in the statistics of all prompts, and count its time loss if latencies are known."""
         records = [loop.statistics.batch_steps[-1] for loop in loops]
         passes = self.shared.passes_of(loops)
         rows = len(self._rows)  # of the pass, those of calls that have failed in this step included
@@ -326,16 +326,16 @@ class _Batch:
             self.shared.count_loss(latency.target.seconds_of(rows * tokens_per_row), emitted, passes)
 
     @contextmanager
-    def _decoding(self) -> Iterator[None]:
-        """The contexts in which `generate` runs forward passes, for those that run after it has returned."""
+    def _forward_context(self) -> Iterator[None]:
+        """The context in which `generate` runs forward passes, for passes that run after it has returned."""
         optimized = compat.optimized_for_decoding(self._model)
         with torch.no_grad(), compat.without_compilation(self._model), optimized, compat.default_device():
             yield
 
     def _completed(self, call: PromptCall, row: int | None = None) -> Iterator[Completion]:
-        """The completion of a call that has stopped, none if that fails; removes the call and ends its sessions.
+        """Yield the completion of a call that has stopped, or nothing if its output cannot be made.
 
-        `row` is its row of the common target, if it has one.
+        The call is removed, and its sessions end. `row` is its row of the common target, if it has one.
         """
         with self._isolating_errors(call), call.stack, torch.no_grad():
             if row is not None and call.loop.outputs.returns_padding_outputs:

@@ -69,6 +69,7 @@ class RequestTarget:
         return 1, tokens
 
     def forward_again(self, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor:
+        """Raise a `ValueError`: a packed step cannot be repeated without the drafts."""
         raise ValueError(
             "a draft token has states that are not finite; leave candidate_generator= out of generate_batch()"
         )
@@ -99,6 +100,7 @@ class RequestTarget:
             self._step_states = self._step_states.after_pass(_last_states(states, num_logits))
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
+        """Keep the accepted path, and the hidden states along it; `PackedSteps` rolls the cache back."""
         self.path = paths[0] or []
         if self._step_states.layers:
             self._step_states = self._step_states.after_commit(paths)
@@ -111,7 +113,7 @@ class RequestTarget:
 
 
 def _last_states(states: Sequence[torch.Tensor], tokens: int) -> torch.Tensor:
-    """`[1, tokens, layers * hidden]` the states of the last tokens, in all layers."""
+    """`[1, tokens, layers * hidden]` the states of the last tokens, of all layers side by side."""
     return torch.cat([layer[:, layer.shape[1] - tokens :] for layer in states], dim=-1)
 
 
@@ -139,6 +141,7 @@ class RequestOutputs:
         return len(self._state.generated[0])
 
     def add(self, result: VerificationResult) -> None:
+        """Stop the row if its text has ended; the tokens of `result` are in the state already."""
         self._state.stopped[0] = self._state.has_ended(0)
 
 

@@ -178,10 +178,12 @@ class PackedSteps:
             self._step_seconds is None
             or fastest_count([1.0] * max_draft_tokens, self._num_decoding, self._step_seconds) > 0
         )
-        planned = [(future, one) for future, one in self._scheduled if future.has_new_token and one.generated]
-        may_draft = [may_be_faster and self._may_draft(future.state, request) for future, request in planned]
-        for (_, request), may in zip(planned, may_draft, strict=True):
-            self._shared.plan(request.steps, may)
+        # Requests in their first prefill have no step to plan.
+        planned = [
+            (future, request) for future, request in self._scheduled if future.has_new_token and request.generated
+        ]
+        for future, request in planned:
+            self._shared.plan(request.steps, may_be_faster and self._may_draft(future.state, request))
         self._shared.draft([request.steps for _, request in planned])
         for _, request in planned:
             request.tree = request.steps.draft_step()
@@ -273,7 +275,10 @@ class PackedSteps:
         self._states = [states[0] for states in recorded]
 
     def receive_scores(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
-        """Receive the processed scores, `[1, rows, vocab]`; tokens are chosen from them in `verify`."""
+        """Receive the processed scores, `[1, rows, vocab]`; `verify` chooses tokens from them.
+
+        `output_ids`, to which Transformers would write sampled tokens, is not used.
+        """
         self._scores = scores[0]
 
     @torch.no_grad()

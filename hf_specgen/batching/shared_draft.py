@@ -33,16 +33,16 @@ from hf_specgen.verification.base import with_noise
 NO_STEP = VerificationResult([None], [[]], [0], num_in_pass=[0])  # the outcome of a call that took no part in a step
 
 
-def shared_session_starts(candidates: Candidates) -> tuple[StartSession, list[SharedDraft]]:
-    """Returns the function that begins a call's session, and the shared sessions that these sessions belong to.
+def start_and_shared_drafts(candidates: Candidates) -> tuple[StartSession, list[SharedDraft]]:
+    """The function that starts a call's draft session, and the `SharedDraft` objects that these sessions belong to.
 
-    There is a shared session for each drafter with a forward pass, none for strategies such as n-grams, whose calls
+    There is a `SharedDraft` for each drafter with a forward pass, none for strategies such as n-grams, whose calls
     draft alone.
     """
     if candidates.negligible_draft_cost:
         return candidates.start, []
     if isinstance(candidates, CombinedCandidates):
-        members = [shared_session_starts(member) for member in candidates.strategies]
+        members = [start_and_shared_drafts(member) for member in candidates.strategies]
         starts = [start for start, _ in members]
         shared_drafts = [shared_draft for _, shared_of_member in members for shared_draft in shared_of_member]
         return partial(candidates.start_members, starts=starts), shared_drafts
@@ -71,7 +71,7 @@ class SharedDraft:
         self.tokens_per_pass: list[int] = []
 
     def start(self, batch: DraftBatch) -> DraftSession:
-        """The session of a call; used in place of `Candidates.start`."""
+        """Start the session of a call; used in place of `Candidates.start`."""
         # Once a session has begun it is known whether the strategy refuses the call, and whether rows can change. If
         # they can, this session ends without a draft.
         session = self._strategy.start(batch)
@@ -96,7 +96,7 @@ class SharedDraft:
         if not self.planned:
             return
         begin = perf_counter()
-        session = self._with_planned_rows()
+        session = self._session_of_planned_rows()
         self._policy.latency = self.rows[0].batch.latency
         depths = [self.planned.pop(row, 0) for row in self.rows]
         tree = checked_draft(session.draft(depths), session.batch.call.drafting.name, len(self.rows))
@@ -107,19 +107,19 @@ class SharedDraft:
             probability = None if tree.probability is None else (tree.probability[index][:size],)
             row.tree = DraftTree.from_nodes([(tokens[:size], parents)], probability)
             row.tokens_per_pass = session.tokens_per_pass if depths[index] else ()
-            row.join()
+            row.mark_joined()
         if any(depths):  # else the draft is empty, and its time is not counted
             self.seconds = perf_counter() - begin
             self.tokens_per_pass = list(session.passes_of(tree))
 
-    def _with_planned_rows(self) -> DraftSession:
-        """The shared session, after its rows are updated: calls that have ended leave, new calls with a plan join."""
+    def _session_of_planned_rows(self) -> DraftSession:
+        """Update the rows of the shared session, and return it: ended calls leave, new calls with a plan join."""
         kept = [index for index, row in enumerate(self.rows) if row.is_active]
         new = [row for row in self.planned if row not in self.rows]
         changed = bool(new) or len(kept) < len(self.rows)
         self.rows[:] = [*(self.rows[index] for index in kept), *new]  # in place: `SharedTargets` has this list
         if self._session is None:
-            self._session = self._started()
+            self._session = self._start_shared_session()
         elif changed:
             self._row_state.set_rows(self.rows)
             self._session.keep_rows(kept)
@@ -127,8 +127,8 @@ class SharedDraft:
                 self._session.append_rows(len(new))
         return self._session
 
-    def _started(self) -> DraftSession:
-        """A session of the strategy for the rows, with the settings of the first call, which all calls share."""
+    def _start_shared_session(self) -> DraftSession:
+        """Start a session of the strategy for the rows, with the settings of the first call, which all calls share."""
         first = self.rows[0].batch
         self._row_state = SharedRowState(self.rows)
         # Calls choose how deep they draft: the session needs the latencies alone, to size its trees.
@@ -207,8 +207,8 @@ class RowSession(DraftSession):
             for layer, states in self._earlier_states.items():
                 states += self.batch.committed_states([layer])
 
-    def join(self) -> None:
-        """The call is a row of the shared session now, which has its states."""
+    def mark_joined(self) -> None:
+        """Record that the call is a row of the shared session, and drop the states that this session has received."""
         self.has_joined = True
         self._earlier_states = {}
 

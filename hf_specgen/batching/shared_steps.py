@@ -3,7 +3,7 @@
 Each prompt or request has the `DecodingSteps` of a call of its own with one row, so that its tokens do not depend on
 the others. A shared step of the calls A, B and C:
 
-    SharedSteps.join       the calls count one loss, each from its first step on
+    SharedSteps.join       the calls count one time loss, each from its first step on
     SharedSteps.begin      the latency of a step with the rows that decode
     SharedSteps.plan       A, B, C plan how deep they draft
     SharedSteps.draft      drafters with a forward pass draft for A, B and C in the same passes
@@ -21,7 +21,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from hf_specgen.batching.shared_draft import shared_session_starts
+from hf_specgen.batching.shared_draft import start_and_shared_drafts
 from hf_specgen.candidates.base import DraftSession
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.decoding import DecodingSteps
@@ -32,15 +32,15 @@ from hf_specgen.tree import DraftTree
 
 
 class SharedSteps:
-    """Plans and drafts the steps of calls, and counts what their drafts lose.
+    """Plans and drafts the steps of calls, and counts the time loss of their drafts.
 
-    Every call is begun with `settings`, for sessions that draft together. One that shares its steps then joins; any
-    other is decoded as if alone.
+    Every call begins with `settings`, whose sessions draft together. A call that shares its steps then joins; any
+    other is decoded alone.
     """
 
     def __init__(self, settings: Settings):
         self._loss = DraftingTimeLoss()
-        self._start_session, self._shared_sessions = shared_session_starts(settings.candidates)
+        self._start_session, self._shared_sessions = start_and_shared_drafts(settings.candidates)
         self.settings = replace(settings, start=self._start)
         # For the rows and context of the present step; None if it was not measured, or no row decodes.
         self.latency: StepLatency | None = None
@@ -48,20 +48,23 @@ class SharedSteps:
         self._has_draft = False
 
     def _start(self, batch: DraftBatch) -> DraftSession:
-        """The session of a call. If one drafter has a session for each call, they count as not drafting together."""
+        """Start the session of a call. Its state `drafts_together` if each drafter has one session for all calls."""
         session = self._start_session(batch)
         sharing = [shared.rows_can_change for shared in self._shared_sessions]
         batch.call.state.drafts_together = bool(sharing) and all(sharing)
         return session
 
     def join(self, call: DecodingSteps) -> None:
-        """Share the steps of a call from its first one on: drafting pauses by the loss of all that have joined."""
+        """Let a call count its time loss with the calls that have joined before, so that all pause drafting together.
+
+        Called before the first step of the call.
+        """
         if isinstance(call.policy, AdaptiveSession):
             call.policy.share(self._loss)
 
     def begin(self, calls: Sequence[DecodingSteps], rows: int) -> None:
         """Begin a step of these calls, `rows` of which decode; the others are in their prefill."""
-        # A request that the strategy refuses has none.
+        # The latencies of any call: a request that the strategy refuses has none.
         latencies = next((call.policy.latency for call in calls if call.policy.latency is not None), None)
         context = max(call.state.context_length for call in calls)
         self.latency = None if latencies is None or not rows else latencies.at(rows, context)
@@ -92,7 +95,7 @@ class SharedSteps:
         return [tokens for record in records for tokens in record.tokens_per_pass]
 
     def count_loss(self, seconds: float, emitted: int, passes: Sequence[int]) -> None:
-        """Count the loss of a step of calls that have joined, if latencies are known and one has planned a draft.
+        """Count the time loss of a step of calls that have joined, if latencies are known and one has planned a draft.
 
         Args:
             seconds: predicted for the target's pass, without those for prompts in it.

@@ -139,10 +139,10 @@ def move_slots(cache: Any, moves: dict[str, tuple[list[int], list[int]]]) -> Non
     """
     for layer_type, (sources, destinations) in moves.items():
         if sources:
-            read, write = torch.tensor([sources, destinations], device=cache.device)
+            source, destination = torch.tensor([sources, destinations], device=cache.device)
             for views in cache.cache_allocators[layer_type]._kv_token_views.values():
                 for states in views:
-                    states.index_copy_(0, write, states.index_select(0, read))
+                    states.index_copy_(0, destination, states.index_select(0, source))
 
 
 def was_evicted(state: Any) -> bool:
@@ -206,8 +206,8 @@ def is_per_request(processor: Any) -> bool:
 
 
 def processors_of_request(processors: Sequence[Any], state: Any) -> list[Any]:
-    """The logits processors of a manager, those per request with the settings of one `RequestState`."""
-    return [_with_settings(one, state) if is_per_request(one) else one for one in processors]
+    """The logits processors of a manager for one request: per-request ones have the settings of its `RequestState`."""
+    return [_with_settings(processor, state) if is_per_request(processor) else processor for processor in processors]
 
 
 def _with_settings(processor: Any, state: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
