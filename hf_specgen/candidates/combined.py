@@ -95,15 +95,15 @@ class CombinedCandidates(Candidates):
     def with_history(self, history: NgramHistory) -> CombinedCandidates:
         if not self.uses_prediction:
             super().with_history(history)  # raises a ValueError
-        members = [one.with_history(history) if one.uses_prediction else one for one in self.strategies]
+        members = [member.with_history(history) if member.uses_prediction else member for member in self.strategies]
         return self._changed(strategies=tuple(members), drafter=members)
 
     def settings(self) -> DraftingSettings:
         settings = super().settings()
         return replace(
             settings,
-            has_negligible_cost_drafts=any(one.negligible_draft_cost for one in self.strategies),
-            max_slots=max(settings.max_slots, *(one.settings().max_slots for one in self.strategies)),
+            has_negligible_cost_drafts=any(member.negligible_draft_cost for member in self.strategies),
+            max_slots=max(settings.max_slots, *(member.settings().max_slots for member in self.strategies)),
         )
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
@@ -118,10 +118,11 @@ class CombinedCandidates(Candidates):
         return _CombinedSession(self, starts, batch)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        """The kind is that of the member whose drafting takes time."""
-        costly_member = next((s for s in self.strategies if not s.negligible_draft_cost), self.strategies[0])
-        members = (part for s in self.strategies for part in s.profile_key())
-        return (costly_member.profile_key()[0], "combined", str(self.tree), *members)
+        """The settings of all members; the kind is that of the member whose drafting takes time."""
+        members = self.strategies
+        costly_member = next((member for member in members if not member.negligible_draft_cost), members[0])
+        keys_of_members = (part for member in members for part in member.profile_key())
+        return (costly_member.profile_key()[0], "combined", str(self.tree), *keys_of_members)
 
 
 class _CombinedSession(DraftSession):
@@ -162,7 +163,7 @@ class _CombinedSession(DraftSession):
         self.tokens_per_pass: list[int] = []
 
     def observe(self, result: VerificationResult) -> None:
-        """Update the estimates of the merged tree and the loss of the drafters, then pass the outcome on."""
+        """Update the estimates of the merged tree and the drafters' time loss, then pass the outcome to the members."""
         if any(draft.nodes for draft in self._member_trees[self._num_without_pass :]):
             for member_drafts, tokens in zip(self._member_drafts, result.tokens, strict=True):
                 self._unproposed.observe(member_drafts, tokens)
@@ -207,14 +208,16 @@ class _CombinedSession(DraftSession):
             draft = self._draft_member(session, k if self._needs_drafters else 0, max_depths)
             self.tokens_per_pass += session.passes_of(draft)
             if draft.nodes and self._verifies_one_draft:
+                # This draft is verified alone: nothing is merged, and no further member drafts.
                 tree = draft
-                self._needs_drafters = False  # nothing is merged, and no further member drafts
+                self._needs_drafters = False
         if self._needs_drafters and any(draft.nodes for draft in self._member_trees[self._num_without_pass :]):
             tree = self._search(max_depths, self.tokens_per_pass)
         self._returned_tree = tree
         return tree
 
     def _draft_member(self, session: DraftSession, k: int, max_depths: Sequence[int]) -> DraftTree:
+        """Draft with a member, up to depth `k`; returns its draft, which `_member_trees` gets too."""
         draft = session.draft([min(depth, k) for depth in max_depths])
         self._member_trees.append(checked_draft(draft, self.batch.call.drafting.name, self.batch.state.batch))
         return self._member_trees[-1]

@@ -1,11 +1,11 @@
 """What a draft session sees of a call: its rows, and what target, verification and policy know of them.
 
-    interface         what it gives                     what implements it
+    interface         what it provides                  what implements it
     RowState          prompts and generated tokens      GenerationState, SharedRowState
     TargetView        hidden states, sizes of passes    Target, RequestTarget, SharedTargets
     DraftSampling     noise of draft tokens             VerificationSession, SharedSampling
 
-A session of one call reads the first class of each row. `RequestTarget` is the target of a request of continuous
+A session of one call reads the first class of each line. `RequestTarget` is the target of a request of continuous
 batching. The shared classes stand for those of several calls that draft together, see `hf_specgen.batching`.
 """
 

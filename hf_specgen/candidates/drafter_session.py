@@ -50,11 +50,11 @@ class DrafterSession(DraftSession, Generic[T]):
         self._tree = DraftTree.empty(batch.state.batch)
         self._expanded = 0  # nodes of each row that were expanded in the last draft
         self._estimator = AcceptanceEstimator()
-        self._by_length: Counter[tuple[int, bool]] | None = None
+        self._drafts_by_length: Counter[tuple[int, bool]] | None = None
         self._length_key = "length", batch.call.drafting.key
         if warns_of_length:
             model = batch.model if batch.call.settings.memory else None
-            self._by_length = Counter(memory.recall(model, self._length_key, Counter))
+            self._drafts_by_length = Counter(memory.recall(model, self._length_key, Counter))
 
     @property
     def rows_can_change(self) -> bool:
@@ -96,9 +96,10 @@ class DrafterSession(DraftSession, Generic[T]):
         self.drafter.commit(self._expanded_paths(result))
 
     def _expanded_paths(self, result: VerificationResult) -> list[list[int]]:
-        """The accepted nodes that were expanded, which come first in their path: a child is expanded after its parent.
+        """The nodes of each accepted path that were expanded, by the order of expansion: 0 was expanded first.
 
-        Here the node that was expanded first is 0, while its `EXPANSION_INDEX` is 1.
+        They are the first nodes of the path, since a child is expanded after its parent. `EXPANSION_INDEX` counts from
+        1, as 0 is the last token of the row.
         """
         if not self._expanded:
             return [[] for _ in result.paths]
@@ -111,15 +112,15 @@ class DrafterSession(DraftSession, Generic[T]):
 
     def _count_by_length(self, result: VerificationResult) -> None:
         """Count drafts by text length (in powers of two) and by whether a draft token was accepted."""
-        if self._by_length is None or not self._tree.nodes:
+        if self._drafts_by_length is None or not self._tree.nodes:
             return
         for row, path in enumerate(result.paths):
             if path is not None and self._tree.parents[row]:
                 length = len(self.batch.state.prompts[row]) + len(self.batch.state.generated[row])
-                self._by_length[length.bit_length(), result.accepted[row] > 0] += 1
+                self._drafts_by_length[length.bit_length(), result.accepted[row] > 0] += 1
 
     def end(self) -> None:
-        if self._by_length is not None:
-            warn_of_length(self._by_length, self.batch.call.drafting.name)
+        if self._drafts_by_length is not None:
+            warn_of_length(self._drafts_by_length, self.batch.call.drafting.name)
             if self.batch.call.settings.memory:
-                memory.store(self.batch.model, self._length_key, Counter(self._by_length))
+                memory.store(self.batch.model, self._length_key, Counter(self._drafts_by_length))

@@ -34,11 +34,11 @@ class _RowQueue:
 
     @property
     def count(self) -> int:
-        """How many positions there are."""
+        """How many positions have states here."""
         return sum(map(len, self.parts))
 
     def add_cached(self, features: torch.Tensor, tokens: Sequence[int], window: DraftWindow) -> bool:
-        """Add features that the head reads now. If they exceed the window, cut them to it and return True."""
+        """Add features that the head now reads to the cached ones; True if these exceeded the window and were cut."""
         self.cached_states = torch.cat([self.cached_states, features])
         self.cached_tokens = [*self.cached_tokens, *tokens]
         if not window.is_exceeded_by(len(self.cached_tokens)):

@@ -12,7 +12,7 @@ from hf_specgen.candidates.acceptance import MAX_PROBABILITY
 from hf_specgen.candidates.recycling import RecyclingSession
 from hf_specgen.tree import DraftTree
 
-UNPROPOSED = 0.03
+UNPROPOSED_FACTOR = 0.03
 """Factor of the acceptance of a copied token that no drafter proposes after the same path, at the beginning of a call:
 most drafters predict better than a copy. One that has not learnt to copy does not; see `UnproposedTokens`."""
 ASSUMED_ACCEPTANCE = 0.6  # of draft tokens of a strategy that estimates no probabilities
@@ -52,10 +52,11 @@ class MemberDrafts:
         proposed: dict[int, _MergedCandidate] = {}
         for member, parent in node.nodes.items():
             for child, token, acceptance in self._children[member].get(parent, ()):
-                before = proposed.get(token) or _MergedCandidate(MergedNode(token, {}), 0.0, False)
-                merged = MergedNode(token, {**before.node.nodes, member: child})
-                combined = 1 - (1 - before.acceptance) * (1 - acceptance)
-                is_from_drafter = before.is_from_drafter or member >= self._num_without_pass
+                # What the members before this one propose, if any of them proposes the token.
+                earlier = proposed.get(token) or _MergedCandidate(MergedNode(token, {}), 0.0, False)
+                merged = MergedNode(token, {**earlier.node.nodes, member: child})
+                combined = 1 - (1 - earlier.acceptance) * (1 - acceptance)
+                is_from_drafter = earlier.is_from_drafter or member >= self._num_without_pass
                 proposed[token] = _MergedCandidate(merged, combined, is_from_drafter)
         return proposed
 
@@ -69,7 +70,7 @@ class UnproposedTokens:
 
     def __init__(self) -> None:
         self._expected = 1.0
-        self._accepted = UNPROPOSED
+        self._accepted = UNPROPOSED_FACTOR
 
     @property
     def factor(self) -> float:
@@ -81,10 +82,14 @@ class UnproposedTokens:
         node = drafts.root(-1)
         for token in emitted:
             proposed = drafts.after(node)
-            if any(one.is_from_drafter for one in proposed.values()):
-                unproposed = {copied: one.acceptance for copied, one in proposed.items() if not one.is_from_drafter}
-                self._expected += sum(unproposed.values())
-                self._accepted += 1.0 if token in unproposed else 0.0
+            if any(candidate.is_from_drafter for candidate in proposed.values()):
+                copied = {
+                    copied_token: candidate.acceptance
+                    for copied_token, candidate in proposed.items()
+                    if not candidate.is_from_drafter
+                }
+                self._expected += sum(copied.values())
+                self._accepted += 1.0 if token in copied else 0.0
             if token not in proposed:
                 break
             node = proposed[token].node
@@ -102,19 +107,20 @@ def merged_children(
     def children(node: MergedNode, depth: int) -> list[tuple[int, float, MergedNode]]:
         if not node.nodes:  # beyond all drafts
             recycled_tokens = [] if recycling is None else recycling.candidate_tokens(node.token, is_recycled=True)
-            return [(token, recycled, MergedNode(token, {})) for token, recycled in recycled_tokens]
+            return [(token, acceptance, MergedNode(token, {})) for token, acceptance in recycled_tokens]
         proposed = drafts.after(node)
-        acceptance = {token: one.acceptance for token, one in proposed.items()}
-        nodes = {token: one.node for token, one in proposed.items()}
-        if any(one.is_from_drafter for one in proposed.values()):
-            for token, one in proposed.items():
-                acceptance[token] *= 1.0 if one.is_from_drafter else unproposed_factor
+        acceptance_by_token = {token: candidate.acceptance for token, candidate in proposed.items()}
+        nodes = {token: candidate.node for token, candidate in proposed.items()}
+        if any(candidate.is_from_drafter for candidate in proposed.values()):
+            for token, candidate in proposed.items():
+                acceptance_by_token[token] *= 1.0 if candidate.is_from_drafter else unproposed_factor
         elif recycling is not None:
-            acceptance = _with_recycled(acceptance, recycling.candidate_tokens(node.token, is_recycled=False))
-            nodes = {token: nodes.get(token) or MergedNode(token, {}) for token in acceptance}
-        scale = 1 / max(1.0, sum(acceptance.values()))
-        ranked = sorted(acceptance.items(), key=lambda one: -one[1])
-        return [(token, scale * value, nodes[token]) for token, value in ranked]
+            recycled = recycling.candidate_tokens(node.token, is_recycled=False)
+            acceptance_by_token = _with_recycled(acceptance_by_token, recycled)
+            nodes = {token: nodes.get(token) or MergedNode(token, {}) for token in acceptance_by_token}
+        scale = 1 / max(1.0, sum(acceptance_by_token.values()))
+        ranked = sorted(acceptance_by_token.items(), key=lambda token_and_acceptance: -token_and_acceptance[1])
+        return [(token, scale * acceptance, nodes[token]) for token, acceptance in ranked]
 
     return children
 
@@ -122,15 +128,16 @@ def merged_children(
 def _with_recycled(copied: dict[int, float], recycled: Sequence[tuple[int, float]]) -> dict[int, float]:
     """Acceptance of copied and recycled tokens after one node, from the separate estimates of each.
 
-    Whether a copy is right and whether the table is right count as independent, given that not both are. So a nearly
-    certain copy remains so: a long copy would be cut if each of its tokens lost a little to the table.
+    That a copied token is accepted and that a recycled one is accepted count as independent events, given that not both
+    occur. So the acceptance of a nearly certain copy hardly changes: a long copy would be cut if each of its tokens
+    lost a little to the recycled ones.
     """
-    copy_is_right = min(1.0, sum(copied.values()))
-    table_is_right = sum(probability for _, probability in recycled)
-    not_both = 1 - copy_is_right * table_is_right
-    acceptance = {token: probability * (1 - table_is_right) / not_both for token, probability in copied.items()}
+    copied_accepted = min(1.0, sum(copied.values()))
+    recycled_accepted = sum(probability for _, probability in recycled)
+    not_both = 1 - copied_accepted * recycled_accepted
+    acceptance = {token: probability * (1 - recycled_accepted) / not_both for token, probability in copied.items()}
     for token, probability in recycled:
-        acceptance[token] = acceptance.get(token, 0.0) + probability * (1 - copy_is_right) / not_both
+        acceptance[token] = acceptance.get(token, 0.0) + probability * (1 - copied_accepted) / not_both
     return acceptance
 
 

@@ -25,9 +25,9 @@ MAX_DEPTH = 8  # maximum depth of k="auto": the template of the paper has 6 leve
 RECYCLED_FRACTION = 0.5
 """Acceptance of a token over the probability that the target last gave it after the same token: 0.45 to 0.5 with
 SmolLM2-135M, 0.6 with the bundled model."""
-REPEATED_FRACTION = 0.8
-"""The same after a recycled token: where that one is accepted, the text resembles the text that the table is from. So
-0.7 with SmolLM2-135M and 0.95 with the bundled model."""
+FRACTION_AFTER_RECYCLED = 0.8
+"""The same of a token that follows an accepted recycled token: the text then resembles the text that the table is from,
+so 0.7 with SmolLM2-135M and 0.95 with the bundled model."""
 
 
 class RecyclingTable:
@@ -96,7 +96,7 @@ class RecyclingCandidates(Candidates):
 
 
 class RecyclingSession(SearchSession[int]):
-    """The state of one call, with a copy of the target's table, which it updates."""
+    """The state of one call, with the target's table, which it updates."""
 
     top_tokens = CANDIDATES_PER_TOKEN
 
@@ -121,8 +121,9 @@ class RecyclingSession(SearchSession[int]):
     def candidate_tokens(self, token: int, is_recycled: bool) -> list[tuple[int, float]]:
         """Likely next tokens after a token, itself recycled or not, and the probability that each is accepted."""
         tokens, probabilities = self._table.row(token)
-        fraction = REPEATED_FRACTION if is_recycled else RECYCLED_FRACTION
-        return [(one, fraction * probability) for one, probability in zip(tokens, probabilities, strict=True)]
+        fraction = FRACTION_AFTER_RECYCLED if is_recycled else RECYCLED_FRACTION
+        pairs = zip(tokens, probabilities, strict=True)
+        return [(candidate, fraction * probability) for candidate, probability in pairs]
 
     def observe(self, result: VerificationResult) -> None:
         """Store the candidate tokens after every input token of the step."""

@@ -13,7 +13,7 @@ from hf_specgen import AdaptiveDepth, Candidates, CombinedCandidates, DraftTree
 from hf_specgen.candidates.base import DraftSession
 from hf_specgen.candidates.best_first import SearchLimits, best_first
 from hf_specgen.candidates.draft_batch import DraftBatch
-from hf_specgen.candidates.merged_tree import UNPROPOSED, MemberDrafts, UnproposedTokens, merged_children
+from hf_specgen.candidates.merged_tree import UNPROPOSED_FACTOR, MemberDrafts, UnproposedTokens, merged_children
 from hf_specgen.candidates.recycling import RecyclingSession
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.verification import VerificationResult
@@ -47,7 +47,7 @@ def reference(copied: Sequence[dict[Path, float]], network: dict[Path, float]) -
             rejected = 1.0
             for draft in copied:
                 rejected *= 1 - draft.get(other, 0.0)
-            acceptance[other] = (1 - rejected) * (UNPROPOSED if has_network else 1.0)
+            acceptance[other] = (1 - rejected) * (UNPROPOSED_FACTOR if has_network else 1.0)
             if other in network:
                 acceptance[other] = 1 - rejected * (1 - network[other])
         scale = max(1.0, sum(acceptance.values()))
@@ -99,7 +99,9 @@ def test_merged_tree_has_the_most_probable_nodes_of_all_drafts(
     """Would catch: a path of one draft continued in another's, a network's estimate mixed with that of copied text."""
     drafts, known = zip(*map(draft_of, (first, second, third)), strict=True)
     member_drafts = MemberDrafts(drafts, num_without_pass=2, row=0)
-    tree = best_first(member_drafts.root(0), merged_children(member_drafts, UNPROPOSED, None), 3, SearchLimits(nodes))
+    tree = best_first(
+        member_drafts.root(0), merged_children(member_drafts, UNPROPOSED_FACTOR, None), 3, SearchLimits(nodes)
+    )
     expected = reference(known[:2], known[2])
     paths = node_paths(tree.tokens, tree.parents)
     assert tree.probability == pytest.approx([expected[path] for path in paths])
@@ -122,7 +124,7 @@ siblings = st.dictionaries(st.integers(1, 4), st.floats(0.01, 0.24), max_size=4)
 def merged_siblings(copied: dict[int, float], recycled: dict[int, float]) -> dict[int, float]:
     """The first level of the merged tree of a copied draft, which Token Recycling extends."""
     drafts = MemberDrafts([draft_of({(token,): value for token, value in copied.items()})[0]], 1, row=0)
-    children = merged_children(drafts, UNPROPOSED, cast(RecyclingSession, Table(recycled)))
+    children = merged_children(drafts, UNPROPOSED_FACTOR, cast(RecyclingSession, Table(recycled)))
     return {token: probability for token, probability, _ in children(drafts.root(0), 0)}
 
 
@@ -160,7 +162,9 @@ def test_drafts_without_estimates_and_with_zeros_are_merged(probability: tuple[f
     unknown = DraftTree.chains([[5, 6]])
     improbable = DraftTree.from_nodes([([7, 8], (-1, 0))], (probability,))
     member_drafts = MemberDrafts([unknown, improbable], num_without_pass=2, row=0)
-    tree = best_first(member_drafts.root(0), merged_children(member_drafts, UNPROPOSED, None), 9, SearchLimits(9))
+    tree = best_first(
+        member_drafts.root(0), merged_children(member_drafts, UNPROPOSED_FACTOR, None), 9, SearchLimits(9)
+    )
     assert (tree.tokens, tree.parents) == ([5, 6], [-1, 0])
     assert tree.probability == pytest.approx([0.6, 0.36])
 
@@ -220,11 +224,11 @@ def test_copied_tokens_beside_those_of_a_drafter_get_the_acceptance_of_the_call(
     copied = DraftTree.chains([[5, 6, 7]])
     network = DraftTree.from_nodes([([8, 9], (-1, -1))], ((0.5, 0.3),))
     estimate = UnproposedTokens()
-    assert estimate.factor == UNPROPOSED
+    assert estimate.factor == UNPROPOSED_FACTOR
     for _ in range(40):
         estimate.observe(MemberDrafts([copied, network], num_without_pass=1, row=0), [5, 6, 1] if right else [8, 5, 6])
     # One token at most is counted a step: after token 5 the drafter proposes nothing. It is expected with 0.6.
-    assert (estimate.factor == 1.0) if right else (estimate.factor < UNPROPOSED)
+    assert (estimate.factor == 1.0) if right else (estimate.factor < UNPROPOSED_FACTOR)
 
 
 def test_unproposed_tokens_are_compared_with_what_was_expected() -> None:

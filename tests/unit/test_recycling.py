@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from hf_specgen import AdaptiveDepth, CombinedCandidates, DraftTree, FixedDepth, RecyclingCandidates
 from hf_specgen.candidates.base import vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits
-from hf_specgen.candidates.recycling import CANDIDATES_PER_TOKEN, RECYCLED_FRACTION, REPEATED_FRACTION, RecyclingTable
+from hf_specgen.candidates.recycling import (
+    CANDIDATES_PER_TOKEN,
+    FRACTION_AFTER_RECYCLED,
+    RECYCLED_FRACTION,
+    RecyclingTable,
+)
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.verification.result import TopTokens
 from tests.helpers import assert_same_tokens, fresh_model, prompts, tiny_model
@@ -76,7 +81,7 @@ def enumerate_nodes(
     nodes: dict[tuple[int, ...], float] = {}
     for candidate, value in zip(*table.row(token), strict=True):
         if len(path) < depth:
-            above = probability * (REPEATED_FRACTION if path else RECYCLED_FRACTION) * value
+            above = probability * (FRACTION_AFTER_RECYCLED if path else RECYCLED_FRACTION) * value
             nodes[(*path, candidate)] = above
             nodes.update(enumerate_nodes(table, candidate, depth, above, (*path, candidate)))
     return nodes
