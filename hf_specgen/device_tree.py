@@ -30,6 +30,7 @@ TOKEN, EXPANSION_INDEX, DEPTH, PARENT, LOG_PATH = range(5)
 node that was expanded first, and so on; negative, but not in chains, if it was not expanded), its depth, the expansion
 index of its parent, and the logarithm of its path probability, which is `NO_NODE` for padding at the end of a row."""
 PLANES = 1 + LOG_PATH
+UNEXPANDED = -2  # the expansion index of a node that was not expanded
 
 
 class Ancestors:
@@ -59,7 +60,7 @@ class Ancestors:
 
     @classmethod
     def of(cls, matrix: torch.Tensor) -> Ancestors:
-        """From a matrix that was computed already."""
+        """The ancestors with a matrix that was computed already."""
         rows, nodes, _ = matrix.shape
         ancestors = cls(rows, nodes, matrix.device)
         ancestors.matrix = matrix
@@ -76,7 +77,7 @@ class Ancestors:
 
 def gather_parents(values: torch.Tensor, parent_index: torch.Tensor | None, nodes: int) -> torch.Tensor:
     """`[rows, nodes of the frontier before, …]` to `[rows, nodes, …]`: the value of the parent of each node."""
-    if parent_index is None:  # the frontier before has one node
+    if parent_index is None:  # the frontier before has one node, the parent of all
         return values.expand(-1, nodes, *values.shape[2:])
     index = parent_index.to(values.device).view(*parent_index.shape, *[1] * (values.dim() - 2))
     return values.gather(1, index.expand(*parent_index.shape, *values.shape[2:]))
@@ -179,7 +180,8 @@ class DeviceTree(DraftTree):
         self._selection = selection
         self._host_values = host_values
         self._host_tree: HostTree | None = None
-        self._arriving: tuple[torch.Tensor, torch.cuda.Event] | None = None  # a copy, and when it is complete
+        # A copy of the values that is on its way to the host, and the event that completes it.
+        self._host_copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     @property
     def parents(self) -> tuple[Parents, ...]:
@@ -228,38 +230,41 @@ class DeviceTree(DraftTree):
         structure = self._structure and TreeStructure(
             pad(self._structure.depths, (0, extra)), _padded_ancestors(self._structure.ancestors, extra)
         )
-        values = pad(self._values, (0, extra), value=-2)  # as of nodes that were not expanded; the parent is no node
+        values = pad(self._values, (0, extra), value=UNEXPANDED)  # in all planes: the parent is no node either
         values[:, LOG_PATH, -extra:].fill_(NO_NODE)
         tokens = pad(self._step_tokens, (0, extra))
         return self._with(values, tokens, structure)
 
     def _with(self, values: torch.Tensor, tokens: torch.Tensor, structure: TreeStructure | None) -> DeviceTree:
-        """Other values, which the host reads anew."""
+        """A tree with other values, which the host has not read yet."""
         return DeviceTree(values, tokens, structure, self.keeps_placeholders)
 
     def checked(self, vocabulary: int) -> DeviceTree:
         return self  # its tokens are indices into a drafter's logits, so that the host need not read them here
 
     def start_reading(self) -> None:
-        """Let a GPU copy the tree to the host, which then can read it during the target's pass."""
+        """Start the copy of the tree from a GPU to the host, so that the host can read it during the target's pass."""
         if self._values.is_cuda and self._host_values is None:
             host = torch.empty_like(self._values, device="cpu", pin_memory=True).copy_(self._values, non_blocking=True)
-            self._arriving = host, torch.cuda.current_stream(self._values.device).record_event()
+            self._host_copy = host, torch.cuda.current_stream(self._values.device).record_event()
 
     def _on_host(self, chosen: torch.Tensor | None = None) -> HostTree:
-        """The trees, and tokens chosen by the target, which are given only if nothing was read before."""
+        """The trees as the host reads them, in one transfer with the `chosen` tokens of the target if there are any.
+
+        Callers have `chosen` tokens transferred only with the first read, see `read_with`.
+        """
         if self._host_tree is None:
             values, tokens = self._transferred(chosen)
             self._host_tree = HostTree.of(values, tokens, self.is_chain, self.keeps_placeholders)
         return self._host_tree
 
     def _transferred(self, chosen: torch.Tensor | None) -> tuple[Floats, list[list[int]]]:
-        """The values and chosen tokens in the host's memory, by one transfer; token ids below 2**24 are exact."""
+        """The values and `chosen` tokens in the host's memory, by one transfer; token ids below 2**24 are exact."""
         if self._host_values is not None:
             return self._host_values, []
-        if self._arriving is not None and chosen is None:
-            copy, arrival = self._arriving
-            arrival.synchronize()
+        if self._host_copy is not None and chosen is None:
+            copy, is_complete = self._host_copy
+            is_complete.synchronize()
             return copy.numpy(), []
         flat = self._values.flatten(1)
         size = flat.shape[1]
@@ -291,7 +296,7 @@ class NodeSelection(NamedTuple):
 
     @classmethod
     def of(cls, tree: DeviceTree, expansion_scores: torch.Tensor) -> NodeSelection:
-        """Of all nodes of a tree, and the expansion scores of the last level."""
+        """Select all nodes of a tree, with the expansion scores of the last level."""
         flat = torch.cat([tree._values.flatten(1), expansion_scores], dim=1)
         return cls(flat, tree._step_tokens, tree._structure)
 

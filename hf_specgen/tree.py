@@ -89,6 +89,7 @@ class DraftTree:
 
     @cached_property
     def _lists(self) -> list[list[int]]:
+        """`[batch][nodes]` the tokens on the host, padding included."""
         lists: list[list[int]] = self.tokens.tolist()
         return lists
 
@@ -119,10 +120,12 @@ class DraftTree:
 
     @cached_property
     def _host_structure(self) -> TreeStructure:
+        """The structure of trees that are no chains, computed from the parents on the host."""
+        # By index: 0 for the row's last token, whose parent is -1, then 1 + node; padding continues as a chain.
         chain = chain_parents(self.nodes)
-        parents = 1 + torch.tensor([(-2, *row, *chain[len(row) :]) for row in self.parents])  # -1: that of the root
+        parents = 1 + torch.tensor([(-2, *row, *chain[len(row) :]) for row in self.parents])
         ancestors = ancestors_of(parents[:, :, None] == torch.arange(1 + self.nodes))
-        return TreeStructure(ancestors.sum(dim=2) - 1, ancestors)
+        return TreeStructure(ancestors.sum(dim=2) - 1, ancestors)  # a node counts among its ancestors
 
     def step_tokens(self, pending: Sequence[int], device: torch.device) -> torch.Tensor:
         """`[batch, 1 + nodes]` input tokens of a step: the last token of each row, its draft, and itself as padding."""
@@ -151,25 +154,26 @@ class DraftTree:
             ValueError: if a token is no id below `vocabulary`, a parent no number, or q no distribution.
         """
         try:
-            rows = [list(map(index, row[: len(of)])) for row, of in zip(self.token_lists(), self.parents, strict=True)]
-            parents = tuple(tuple(map(index, row)) for row in self.parents)
+            sizes = list(map(len, self.parents))  # nodes of each row; the tokens after them are padding
+            rows = [list(map(index, row[:size])) for row, size in zip(self.token_lists(), sizes, strict=True)]
+            parents = tuple(tuple(map(index, row_parents)) for row_parents in self.parents)
         except TypeError as error:
             raise ValueError(f"its tokens and parents must be whole numbers ({error})") from None
         wrong = [token for row in rows for token in row if not 0 <= token < vocabulary]
         if wrong:
             raise ValueError(f"its token {wrong[0]} is outside of the target's vocabulary of {vocabulary}")
-        if self.probability is not None and [*map(len, self.probability)] != [*map(len, parents)]:
+        if self.probability is not None and [*map(len, self.probability)] != sizes:
             raise ValueError("its probability must have one value for each node")
         if (q := self.q) is not None:
             shape = list(getattr(q, "shape", ()))
-            most = [self.batch, self.nodes, vocabulary]
+            largest = [self.batch, self.nodes, vocabulary]
             if len(shape) != 3 or shape[0] != self.batch or shape[1] < self.nodes or shape[2] > vocabulary:
-                raise ValueError(f"its q must be probabilities of at most the shape {most}, got the shape {shape}")
+                raise ValueError(f"its q must be probabilities of at most the shape {largest}, got the shape {shape}")
             valid = ((q >= 0) & (q < inf)).all(dim=-1).tolist()
-            if not all(all(row[: len(of)]) for row, of in zip(valid, parents, strict=True)):
+            if not all(all(row[:size]) for row, size in zip(valid, sizes, strict=True)):
                 raise ValueError("its q has values that are negative or not finite")
-        has_padding = any(any(row[len(of) :]) for row, of in zip(self.token_lists(), parents, strict=True))
-        return DraftTree(rows, parents, self.q, self.probability) if has_padding else self
+        has_other_padding = any(any(row[size:]) for row, size in zip(self.token_lists(), sizes, strict=True))  # than 0
+        return DraftTree(rows, parents, self.q, self.probability) if has_other_padding else self
 
     def select(self, rows: Sequence[int]) -> DraftTree:
         """The drafts of some of the rows, for a forward pass."""
@@ -183,9 +187,9 @@ class DraftTree:
         return DraftTree.from_nodes([(tokens[:count], parents[:count]) for tokens, parents in rows])
 
     def padded(self, nodes: int) -> DraftTree:
-        """The drafts with columns for at least `nodes` nodes, for a forward pass; what is no node is padding."""
-        more = nodes - self.nodes
-        return self if more <= 0 else DraftTree([[*row, *[0] * more] for row in self.token_lists()], self.parents)
+        """The drafts with padding up to at least `nodes` nodes of each row, for a forward pass."""
+        extra = nodes - self.nodes
+        return self if extra <= 0 else DraftTree([[*row, *[0] * extra] for row in self.token_lists()], self.parents)
 
     def leftmost_chain(self) -> DraftTree:
         """The leftmost path of each row, from every node to its first child, as a chain."""
@@ -253,9 +257,10 @@ def _chain_structure(tokens: int, device: torch.device | None) -> tuple[torch.Te
 
 
 def ancestors_of(is_parent: torch.Tensor) -> torch.Tensor:
-    """`[batch, 1 + nodes, 1 + nodes]` bool: of the parents of nodes, which come before them, their ancestors.
+    """`[batch, 1 + nodes, 1 + nodes]` bool: whether [b, i, j] ``j`` is ``i`` or its ancestor.
 
-    With the matrix P of parents, that of ancestors is I + P + P² + … = (I - P)⁻¹.
+    `is_parent` is of the same shape: whether ``j`` is the parent of ``i``; parents have lower indices. With this matrix
+    P, that of ancestors is I + P + P² + … = (I - P)⁻¹.
     """
     unit = identity(is_parent.shape[2], torch.float32, is_parent.device)
     return torch.linalg.solve_triangular(unit.masked_fill(is_parent, -1), unit, upper=False, unitriangular=True).bool()
@@ -268,6 +273,7 @@ def identity(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 
 
 def _leftmost_path(parents: Parents) -> list[int]:
+    """The first child of the row's last token, its first child, and so on."""
     path: list[int] = []
     for node, parent in enumerate(parents):
         if parent == (path[-1] if path else -1):

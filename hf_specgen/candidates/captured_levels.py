@@ -132,6 +132,7 @@ class CapturedLevels(Capturable[LevelInputs, CapturedLevelsOutput]):
     constants: ShapeConstants = field(compare=False)
 
     def __call__(self, module: nn.Module, inputs: LevelInputs, cache: Any) -> CapturedLevelsOutput:
+        """Rebuild the tree so far, add a level with each pass, and select the best nodes."""
         builder = TreeBuilder.from_level_tensors(
             inputs.tree_so_far, self.proposer.children, inputs.last_tokens, inputs.max_depths, self.constants
         )
@@ -145,7 +146,7 @@ class CapturedLevels(Capturable[LevelInputs, CapturedLevelsOutput]):
             output = self._forward_text(module, inputs.text, inputs, cache)
             states = output.states
             text_outputs = output[1:]  # without the logits
-            self._add(builder, output.logits, next(noise_by_pass))
+            self._add_level(builder, output.logits, next(noise_by_pass))
         # In the cache, the expanded nodes follow each row's last token.
         layer = cache.layers[0]
         last_token_slots = layer.next_slots - 1 - builder.num_expanded
@@ -157,7 +158,7 @@ class CapturedLevels(Capturable[LevelInputs, CapturedLevelsOutput]):
             parent_states = None if states is None else frontier.gather_parents(states)
             pass_inputs = DrafterInputs(frontier.tokens, layout, parent_states, inputs.offsets)
             logits, states, *_ = self.drafter_pass(module, pass_inputs, cache)
-            self._add(builder, logits, next(noise_by_pass))
+            self._add_level(builder, logits, next(noise_by_pass))
         return CapturedLevelsOutput(
             builder.pack_levels()[-1], builder.padded_selection(self.nodes), states, text_outputs
         )
@@ -179,10 +180,13 @@ class CapturedLevels(Capturable[LevelInputs, CapturedLevelsOutput]):
         for cache_layer in cache.layers:
             cache_layer.slots = slots
         last = (text.counts - 1)[:, None, None]
-        values = (None if part is None else part.gather(1, last.expand(-1, -1, part.shape[-1])) for part in output)
-        return DrafterPassOutput(*cast(Any, values))
+        of_last_tokens = (
+            None if values is None else values.gather(1, last.expand(-1, -1, values.shape[-1])) for values in output
+        )
+        return DrafterPassOutput(*cast(Any, of_last_tokens))
 
-    def _add(self, builder: TreeBuilder, logits: torch.Tensor, noise: torch.Tensor | None) -> None:
+    def _add_level(self, builder: TreeBuilder, logits: torch.Tensor, noise: torch.Tensor | None) -> None:
+        """Add the candidates after the nodes of a pass, by its logits, to the tree."""
         scores = self.proposer.scores(logits)
         draft_scores = scores if noise is None else perturbed(scores, noise[:, None])
         tokens, log_acceptance, may_expand, _ = self.proposer(scores, draft_scores)
@@ -198,9 +202,9 @@ def add_captured_levels(
     proposer: CandidateProposer,
     noise: torch.Tensor | None,
 ) -> CapturedLevelsOutput | None:
-    """Add the levels of `num_passes` passes over nodes; with new text also level 1, from a pass over it.
+    """Add the levels of `num_passes` passes over nodes, and of new text before them also level 1, by one graph.
 
-    One graph makes all passes, which also add the nodes and the text to the drafter's cache. `noise` is that of
+    The passes also add the nodes and the text to the drafter's cache. `noise` is that of
     `LevelInputs`. None if there is no graph: then nothing was added, and the caller makes the passes.
     """
     if noise is not None and proposer.token_ids is not None:

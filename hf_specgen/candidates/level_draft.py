@@ -58,7 +58,7 @@ class LevelDraft(Generic[T]):
 
     def build(self) -> DraftTree:
         """Make the drafter's passes; returns the nodes to verify, with q for rejection sampling."""
-        self._first_level()
+        self._make_first_level()
         # Captured functions may go beyond the deepest limit, so that there are few different ones.
         k = self._k if self._can_capture else max(self._uncached.depths)
         while (plan := self._sizer.next_plan(self.builder, k)) is not None:
@@ -67,8 +67,8 @@ class LevelDraft(Generic[T]):
         self._sizer.record_levels()
         return self._tree_to_verify()
 
-    def _first_level(self) -> None:
-        """Make the trees with level 1, the candidates after each row's last token; with more if that is captured."""
+    def _make_first_level(self) -> None:
+        """Start the trees and add level 1, the candidates after each row's last token; more levels if captured."""
         capturable = self._capturable_passes(self._uncached)
         if capturable is not None:  # the pass over the text can be captured, together with further levels
             self._can_capture = True
@@ -80,7 +80,7 @@ class LevelDraft(Generic[T]):
         if capturable is None:
             self._can_capture = self._capturable_passes() is not None  # further levels alone
             self._start_builder(logits.device, draft_vocab=logits.shape[-1])
-        self._add(logits)
+        self._add_level(logits)
 
     def _capturable_passes(self, text: T | None = None) -> CapturablePasses | None:
         """Passes over several levels, and over text before them; None if they cannot be captured."""
@@ -102,6 +102,7 @@ class LevelDraft(Generic[T]):
         max_depths = values[1] if self._can_capture else None
         ids = self._drafter.token_ids
         vocab = vocabulary_size(self._batch.model)
+        # A small vocabulary has fewer tokens than a node may have children.
         children = min(self._sizer.children, vocab if ids is None else len(ids))
         if draft_vocab is not None:
             children = min(children, draft_vocab)
@@ -114,11 +115,11 @@ class LevelDraft(Generic[T]):
         capturable = self._capturable_passes()
         if capturable is None or self._expand_captured(plan, capturable) is None:
             for _ in range(plan.num_passes):
-                self._add(self._drafter.forward_nodes(self.builder.select_frontier(plan.expansion_width)))
+                self._add_level(self._drafter.forward_nodes(self.builder.select_frontier(plan.expansion_width)))
         self._count_passes(plan)
 
     def _add_first_levels_captured(self, capturable: CapturablePasses) -> bool:
-        """Process new text and expand the first levels in one captured function; False if nothing was done."""
+        """Process new text and expand the first levels in one captured function; False if there is none."""
         plan = self._sizer.plan_without_sync(self.builder, self._k)
         if plan is None:
             return False
@@ -140,8 +141,8 @@ class LevelDraft(Generic[T]):
         # A pass over new text adds level 1.
         num_levels = plan.num_passes + (capturable.text is not None)
         # By row, the index of the generated token that each level proposes: one deeper each.
-        first = [len(generated) + builder.num_levels for generated in self._batch.state.generated]
-        token_indices = [list(range(index, index + num_levels)) for index in first]
+        first_indices = [len(generated) + builder.num_levels for generated in self._batch.state.generated]
+        token_indices = [list(range(first, first + num_levels)) for first in first_indices]
         noise = self._batch.draft_noise(token_indices, builder.device)
         output = add_captured_levels(builder, *plan, self._sizer.max_nodes, capturable, self._proposer, noise)
         if output is not None:
@@ -154,7 +155,7 @@ class LevelDraft(Generic[T]):
             rows = sum(depth > 0 for depth in self._uncached.depths)
             self.tokens_per_pass += [rows * plan.expansion_width] * plan.num_passes
 
-    def _add(self, logits: torch.Tensor) -> None:
+    def _add_level(self, logits: torch.Tensor) -> None:
         """Add the most likely tokens after each node of a pass; `logits` are `[batch, nodes, draft vocab]`."""
         scores = self._proposer.scores(logits)
         # By row, the index of the generated token that this level proposes.

@@ -41,6 +41,7 @@ from hf_specgen.device_tree import (
     PARENT,
     PLANES,
     TOKEN,
+    UNEXPANDED,
     Ancestors,
     DeviceTree,
     Floats,
@@ -55,7 +56,6 @@ LEVELS_PER_SYNC = 4
 """Passes of the drafter between two synchronizations with the host; 1 on a CPU."""
 NOT_EXPANDABLE_PENALTY = 1e4
 """Subtracted from the expansion score of a candidate that must not be expanded: it is expanded only as padding."""
-UNEXPANDED = -2  # the expansion index of a candidate that was not expanded
 
 
 class TreeBuilder:
@@ -120,7 +120,7 @@ class TreeBuilder:
         return self.children * (self._widths[-1] if self._widths else 1)
 
     def add(self, tokens: Tensor, log_acceptance: Tensor, may_expand: Tensor | None = None) -> None:
-        """Add the children of the nodes that were expanded last, at first of each row's last token.
+        """Add a level: the children of the nodes that were expanded last, or at first of each row's last token.
 
         Args:
             tokens: `[rows, expanded last, children]`, most preferred first.
@@ -172,7 +172,7 @@ class TreeBuilder:
 
     @property
     def constants(self) -> ShapeConstants:
-        """What depends on the shape of the tree alone; in a captured function on that after its last pass."""
+        """What depends on the shape of the tree alone; in a captured function, on its shape after the last pass."""
         return self._final_constants or self.constants_after(0, 0)
 
     def constants_after(self, passes: int, width: int) -> ShapeConstants:
@@ -180,7 +180,7 @@ class TreeBuilder:
         return _constants(self.children, self._widths + (width,) * passes, self.device)
 
     def pack_levels(self) -> tuple[LevelTensors, ...]:
-        """`LevelTensors` of all levels: those that were packed before, and one for the levels since then."""
+        """`LevelTensors` of all levels: those that were packed before, and one that packs the levels since then."""
         first = self._num_packed_levels  # the index of the first level that is not packed
         if first < len(self._levels):
             # `_levels[i]` comes after `_expansions[i - 1]`, and `_levels[0]` after none.
@@ -259,12 +259,12 @@ class TreeBuilder:
         nodes = min(nodes, self.num_candidates)
         if self._selection is not None:
             return self._selection.first(nodes, self._host_values)
-        values = self._values(self._expanded_candidate_indices())
+        values = self._values_of_candidates(self._expanded_candidate_indices())
         selected = None  # chains have this order already
         if self.children > 1:
             # Parents precede children, equally likely ones too: the sort is stable, and parents have lower indices.
             selected = values[:, LOG_PATH].sort(dim=1, descending=True, stable=True).indices[:, : 1 + nodes]
-        tree, _ = self._tree(values, selected, nodes)
+        tree, _ = self._device_tree(values, selected, nodes)
         return tree
 
     def best_with_expanded(self, nodes: int, expanded_first: bool) -> tuple[DeviceTree, Tensor]:
@@ -278,28 +278,29 @@ class TreeBuilder:
         """
         nodes = min(nodes, self.num_candidates)
         expanded = self._expanded_candidate_indices()
-        values = self._values(expanded)
+        values = self._values_of_candidates(expanded)
         selected = None
         if expanded is not None:
             log_paths = values[:, LOG_PATH]
+            # The most probable candidates but the last token and the expanded ones, which are selected in any case.
             further = log_paths.scatter(1, expanded, -inf).topk(nodes - self.num_expanded, dim=1).indices
             selected = torch.cat([expanded, further], dim=1)
             if not expanded_first:
                 by_probability = log_paths.gather(1, selected).argsort(dim=1, descending=True, stable=True)
                 selected = selected.gather(1, by_probability)
         # Where expanded nodes come first, those that are padding keep their places too.
-        return self._tree(values, selected, nodes, keeps_placeholders=expanded_first)
+        return self._device_tree(values, selected, nodes, keeps_placeholders=expanded_first)
 
-    def _tree(
+    def _device_tree(
         self, values: Tensor, selected: Tensor | None, nodes: int, keeps_placeholders: bool = False
     ) -> tuple[DeviceTree, Tensor]:
         """Trees of some candidates, and `[rows, nodes]` the expansion index of each node's parent.
 
         Args:
-            values: of all candidates, see `_values`.
+            values: of all candidates, see `_values_of_candidates`.
             selected: `[rows, 1 + nodes]` the candidate index of each row's last token, then of the nodes; children come
                 after their parents. None for chains, of which the first nodes are taken.
-            nodes: how many of them.
+            nodes: how many nodes a row has.
             keeps_placeholders: see `DeviceTree`.
         """
         if selected is not None:
@@ -321,7 +322,7 @@ class TreeBuilder:
         indices = [expansion.indices for expansion in self._expansions if expansion.indices is not None]
         return torch.cat([root, *indices], dim=1) + self.constants.level_starts
 
-    def _values(self, expanded: Tensor | None) -> Tensor:
+    def _values_of_candidates(self, expanded: Tensor | None) -> Tensor:
         """`[rows, PLANES, children + candidates]` values by candidate index, from group 0 on, see `DeviceTree`."""
         rows = len(self.max_depths)
         constants = self.constants

@@ -35,7 +35,7 @@ accepted_path = vars(verification)["accepted_path"]
 along = vars(verification)["values_along_paths"]
 positions = RowLayout.positions
 noise_at = NoiseBuffer.at
-values_of = TreeBuilder._values
+values_of = TreeBuilder._values_of_candidates
 keep_accepted = RaggedCache.keep_accepted
 from_dynamic = RaggedCache.from_dynamic
 prefix = GenerationState.prefix
@@ -105,8 +105,8 @@ def _layers_stay_replaced(self: Any, *given: Any, **named: Any) -> Any:
 def _keep_the_first_result(self: Any, *arguments: Any) -> Any:
     """A refusal stays after its cause is gone."""
     if "first" not in vars(self):
-        *_, trial = arguments
-        vars(self)["first"] = trial()
+        *_, run_test = arguments
+        vars(self)["first"] = run_test()
     return vars(self)["first"]
 
 
@@ -160,7 +160,7 @@ _PLACES: dict[str, tuple[Any, str, Any]] = {
     "wrong positions in half precision": (RowLayout, "positions", _positions_off_by_one),
     "state shared by threads": (GenerationState, "append", _token_of_another_thread),
     "ids of drafts not checked": (decoding, "checked_draft", lambda draft, *_: draft),
-    "scores of drafts not checked": (TreeBuilder, "_values", _values_with_nan),
+    "scores of drafts not checked": (TreeBuilder, "_values_of_candidates", _values_with_nan),
 }
 MUTATIONS = {name: lambda place=place: mock.patch.object(*place) for name, place in _PLACES.items()}
 """Each makes a context in which the package has that fault."""
