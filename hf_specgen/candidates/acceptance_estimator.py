@@ -55,10 +55,11 @@ class LevelProbabilities:
             `[rows, widths]` the n-th roots of the probabilities `cumulative`, given that one of the nodes that were
             expanded after the last added level is accepted.
         """
-        before = np.maximum(_column(self._cumulative, self.expanded_width), 1e-30)  # so that quotients are finite
-        levels = depth - self._depth  # added now; each gets the geometric mean
+        # The probability that one of the nodes expanded last is accepted; not 0, so that quotients are finite.
+        before = np.maximum(_at_width(self._cumulative, self.expanded_width), 1e-30)
+        levels = depth - self._depth  # that are added now; each gets the geometric mean
         conditional = np.minimum(1.0, cumulative / before[:, None]) ** (1 / levels)
-        self._expanded += [_column(conditional, self.expanded_width)] * levels
+        self._expanded += [_at_width(conditional, self.expanded_width)] * levels
         self._candidates += [np.minimum(1.0, total / before) ** (1 / levels)] * levels
         self._depth = depth
         self._cumulative = cumulative
@@ -66,8 +67,9 @@ class LevelProbabilities:
 
     def rows(self) -> Iterator[tuple[list[float], list[float]]]:
         """For each row the probabilities of its levels, of the nodes to expand and of all expandable candidates."""
-        columns = zip(*self._expanded, strict=True), zip(*self._candidates, strict=True)
-        for expanded, candidates in zip(*columns, strict=True):
+        expanded_by_row = zip(*self._expanded, strict=True)
+        candidates_by_row = zip(*self._candidates, strict=True)
+        for expanded, candidates in zip(expanded_by_row, candidates_by_row, strict=True):
             levels = np.count_nonzero(expanded)  # a row that has reached its maximum depth expands no more
             yield list(expanded[:levels]), list(candidates[:levels])
 
@@ -148,10 +150,10 @@ class AcceptanceEstimator:
         return self._means(self._prior, self._sums)
 
     def _means(self, prior: Floats, sums: Floats) -> Floats:
-        """`[1 + STATES, …]` means over the tokens after each state: those that were counted, and one that is assumed.
+        """`[1 + STATES, …]` means over the tokens after each state: those that were counted, and one assumed token.
 
-        The assumed one is half the prior, half the mean of the first tokens of drafts: drafts that end at doubtful
-        tokens never show what follows these.
+        The values of the assumed token are half the prior, half the mean over the first tokens of drafts: what follows
+        a doubtful token is never counted where drafts end at it.
         """
         weights = 1 + self._counts.sum(axis=1)
         start = (prior[START] + sums[START]) / weights[START]
@@ -163,19 +165,19 @@ class AcceptanceEstimator:
         """`[2, levels or more, 1 + STATES]` as `expected`, below each state; kept until levels are recorded."""
         if self._expected_by_state is not None and self._expected_by_state.shape[1] >= levels:
             return self._expected_by_state
-        power = self.transitions  # `transitions` to the power of `accepted.shape[1]`
+        power = self.transitions  # to the power of `accepted.shape[1]`, the number of levels so far
         candidates = self._means(self._prior_of_candidates, self._sums_of_candidates)
         # [2, n - 1, s] the probability that the n-th token after state s is accepted
         accepted = np.stack([power.sum(axis=1), candidates])[:, None]
-        while accepted.shape[1] < levels:
+        while accepted.shape[1] < levels:  # twice as many levels in each round
             accepted = np.concatenate([accepted, accepted @ power.T], axis=1)
             power = power @ power
         self._expected_by_state = accepted.cumsum(axis=1)
         return self._expected_by_state
 
 
-def _column(values: Floats, width: int) -> Floats:
-    """The values of this width, or of the largest one."""
+def _at_width(values: Floats, width: int) -> Floats:
+    """`[rows]` of `[rows, widths]` values those of this width, or of the largest one."""
     return values[:, min(width, values.shape[1]) - 1]
 
 

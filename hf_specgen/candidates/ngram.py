@@ -46,8 +46,8 @@ ODDS_OF_KINDS = ((0.3, 1.0, 16), (0.05, 1.5, 50), (0.0, 0.2, 6), (0.0, 0.4, 8), 
 recorded summaries and answers of a 7B model, edits, code, JSON and mathematics, with and without history."""
 PRIOR_ODDS = tuple(
     odds
-    for first, slope, highest in ODDS_OF_KINDS
-    for odds in (first, *(min(slope * length, highest) for length in MEAN_LENGTHS))
+    for odds_of_length_0, slope, highest in ODDS_OF_KINDS
+    for odds in (odds_of_length_0, *(min(slope * length, highest) for length in MEAN_LENGTHS))
 )
 """Odds of each class before anything was learnt. The first one, a match of length 0 in the row's own text, stands for
 frequent tokens: their part of the probability that the next token is one that no occurrence proposes."""
@@ -124,6 +124,8 @@ class NgramCandidates(Candidates):
 
 
 class _NgramSession(SearchSession[Sequence[Occurrence]]):
+    """The texts of the rows, indexed, and the odds of matches, which are kept for later calls."""
+
     def __init__(self, settings: NgramCandidates, batch: DraftBatch):
         super().__init__(batch, settings.k, settings.tree)
         self._settings = settings
@@ -139,11 +141,11 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
         sources = batch.call.encoder_texts()
         self._prompts = [source + prompt for source, prompt in zip(sources, batch.state.prompts, strict=True)]
         self._texts: list[RowText] = []
-        # Texts to copy from, the most likely one first: the expected output that was given, the answer whose noise is
-        # used again, and else earlier answers to the prompt.
-        repeated = batch.predicted_tokens or [()] * batch.state.batch
+        # Expected outputs, the most likely one first: the setting `prediction`, then the earlier answer with the same
+        # noise, or without such an answer those of the history.
+        answers = batch.predicted_tokens or [()] * batch.state.batch
         predictions = expected_outputs(settings.prediction, batch)
-        for prompt, prediction, answer in zip(self._prompts, predictions, repeated, strict=True):
+        for prompt, prediction, answer in zip(self._prompts, predictions, answers, strict=True):
             expected = [output for output in (prediction, answer) if output]
             if history is not None and not answer:
                 expected += history.answers(prompt)
@@ -175,22 +177,22 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
     def search(self, row: int, depth: int, limits: SearchLimits) -> SearchTree[Sequence[Occurrence]]:
         """What followed earlier occurrences of the end of the row's text."""
         text = self._texts[row]
-        text.extend(self._state.generated[row][len(text.index) - text.num_known :])
+        text.extend(self._state.generated[row][len(text.index) - text.generated_start :])
         return text.propose(depth, limits)
 
 
 def expected_outputs(prediction: Prediction | None, batch: DraftBatch) -> list[list[int]]:
     """The token ids of the expected output of each row, empty for none; the one of the call has precedence."""
-    of_call = batch.call.settings.prediction
-    given: Any = prediction if of_call is None else of_call
+    call_prediction = batch.call.settings.prediction
+    texts: Any = prediction if call_prediction is None else call_prediction
     count = batch.state.batch
-    if given is None:
+    if texts is None:
         return [[] for _ in range(count)]
-    given = _listed(given)
-    rows = [given] * count if _is_text(given) else given
-    rows = list(map(_listed, rows)) if isinstance(rows, list) else [rows]
+    texts = _as_list(texts)
+    rows = [texts] * count if _is_text(texts) else texts  # one text is that of all rows
+    rows = list(map(_as_list, rows)) if isinstance(rows, list) else [rows]
     if not all(row is None or _is_text(row) for row in rows):
-        raise TypeError(f"prediction must be a text, token ids, or a list with one of them for each row, got {given!r}")
+        raise TypeError(f"prediction must be a text, token ids, or a list with one of them for each row, got {texts!r}")
     if len(rows) != count:
         raise ValueError(f"prediction has {len(rows)} entries for {count} rows; give one for each row")
     size = vocabulary_size(batch.model)
@@ -204,7 +206,7 @@ def expected_outputs(prediction: Prediction | None, batch: DraftBatch) -> list[l
     return expected
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     """A tensor, array or sequence of ids or rows as a list; anything else as it is."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else value
@@ -239,13 +241,14 @@ class RowText:
         self.index = NgramIndex()
         self._sources: list[CopySource] = []
         for output in expected:
-            first = len(self.index)
+            start = len(self.index)
             self.index.extend([*output, SEPARATOR])
-            self._sources.append(CopySource(OLDER if first else ALIGNED, first, first + len(output), first))
-        self._first = len(self.index)
-        self._sources.append(CopySource(NEAR, self._first))
+            kind = OLDER if start else ALIGNED  # the first one is the most likely
+            self._sources.append(CopySource(kind, start, start + len(output), position=start))
+        self._text_start = len(self.index)
+        self._sources.append(CopySource(NEAR, self._text_start))
         self.index.extend(prompt)
-        self.num_known = len(self.index)  # tokens before the generated ones
+        self.generated_start = len(self.index)  # where the generated tokens begin in the index
         self._odds = odds
         self._history = history
         self._vocabulary = vocabulary
@@ -267,31 +270,37 @@ class RowText:
 
         def best_match(candidate: Vote, level: int) -> tuple[float, int]:
             """The highest odds of the occurrences that propose a token, and the length of that match."""
-            matches = [(length, kind) for *_, length, kind in candidate[2]]
+            _, _, proposers = candidate
+            matches = [(length, kind) for *_, length, kind in proposers]
             return max((self._odds.values[match_class(kind, length + level)], length) for length, kind in matches)
 
         def children(voters: Sequence[Occurrence], level: int) -> list[Vote]:
             votes = vote(voters, level, self._odds)
             if limits.is_chain and votes:
-                # Places in repetitions of one passage do not agree independently: the best match counts.
-                return [max(votes, key=lambda one: best_match(one, level))]
+                # Repetitions of one passage are not independent: the odds of the best match decide, not their sum.
+                return [max(votes, key=lambda candidate: best_match(candidate, level))]
             return self._with_frequent(votes) if self._min_ngram == 1 and level == 0 else votes
 
+        def order(occurrence: Occurrence) -> int:  # by position; those without a match come last
+            _, end, position, length, _ = occurrence
+            return position if length else end
+
         occurrences = self._occurrences()
-        if limits.is_chain:  # of equal votes the earliest match counts, and places without a match come last
-            occurrences.sort(key=lambda one: one[2] if one[3] else one[1])  # its position; without a match, the end
+        if limits.is_chain:  # of equal odds the earliest match decides
+            occurrences.sort(key=order)
         return best_first(occurrences, children, depth, limits)
 
     def _with_frequent(self, votes: list[Vote]) -> list[Vote]:
-        """Votes and the most frequent tokens that have none, after which nothing is proposed.
+        """Votes, and the most frequent tokens that no occurrence proposes; these get no children in the tree.
 
         Without them n-grams have 0.93 of the projected speed.
         """
         if len(self.index) >= self._next_count:
             self._next_count = len(self.index) + 32
-            counts = Counter(self.index.tokens[self._first :]).most_common(FREQUENT_TOKENS)
-            total = len(self.index) - self._first
+            counts = Counter(self.index.tokens[self._text_start :]).most_common(FREQUENT_TOKENS)
+            total = len(self.index) - self._text_start
             self._frequent = [(token, count / total) for token, count in counts if token != SEPARATOR]
+        # The probability that the next token is one that no occurrence proposes.
         remaining = self._odds.values[FREQUENT] * (1.0 - sum([probability for _, probability, _ in votes]))
         proposed = {token for token, _, _ in votes}
         others: list[Vote] = [
@@ -326,24 +335,24 @@ class MatchOdds:
 
     def __init__(self, values: Sequence[float] = PRIOR_ODDS):
         self.values = list(values)
-        self.new = 1.0  # factor of the odds of a token that none proposes: calls differ in how much they repeat
+        self.new_token_factor = 1.0  # of the odds of a token that none proposes: calls differ in how much they repeat
 
     def observe(self, outcomes: Iterable[tuple[int, float, bool]]) -> None:
         """Learn from verified tokens: the class, the expected probability and whether the token was accepted."""
-        for number, expected, accepted in outcomes:
+        for class_index, expected, accepted in outcomes:
             change = exp(0.2 * (accepted - expected))
-            prior = PRIOR_ODDS[number]
-            self.values[number] = min(prior * 20, max(prior / 20, self.values[number] * change))
-            if number != FREQUENT:
-                self.new = min(20.0, max(0.05, self.new / change))
+            prior = PRIOR_ODDS[class_index]
+            self.values[class_index] = min(prior * 20, max(prior / 20, self.values[class_index] * change))
+            if class_index != FREQUENT:
+                self.new_token_factor = min(20.0, max(0.05, self.new_token_factor / change))
 
     def for_later_call(self) -> MatchOdds:
-        """Odds that learn independently, with the factor `new` at 1 again."""
+        """A copy of the odds for another call, with `new_token_factor` at 1 again."""
         return MatchOdds(self.values)
 
 
 def match_class(kind: int, length: int) -> int:
-    """The class of an occurrence, given the length of its match."""
+    """The index of the class of an occurrence in `PRIOR_ODDS`, by its kind and the length of its match."""
     return kind * (1 + len(MEAN_LENGTHS)) + min(length, MAX_MATCH_LENGTH).bit_length()
 
 
@@ -370,7 +379,7 @@ def vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[Vote
             else:
                 values[token] = value
                 proposers[token] = [voter]
-    total = sum(values.values()) + odds.new * (NEW_TOKEN_ODDS + NEW_TOKEN_ODDS_PER_TOKEN * len(values))
+    total = sum(values.values()) + odds.new_token_factor * (NEW_TOKEN_ODDS + NEW_TOKEN_ODDS_PER_TOKEN * len(values))
     votes: list[Vote] = [(token, value / total, proposers[token]) for token, value in values.items()]
     return sorted(votes, key=lambda candidate: -candidate[1]) if len(votes) > 1 else votes
 

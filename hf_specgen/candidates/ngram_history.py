@@ -98,9 +98,10 @@ class NgramHistory:
             for first, end in self._answers.get(_hash(text[:prompt]), [])[-1:]:
                 if text[prompt:-1] == self.index.tokens[first:end].tolist():
                     return
-            if len(self) + len(text) > self.max_tokens:
-                first = len(self) - min(self.max_tokens // 2, self.max_tokens - len(text), len(self))
-                if 0 < first < len(self):  # at the beginning of a text, so that `forget` finds all of it
+            if len(self) + len(text) > self.max_tokens:  # keep the later half of what is allowed, or what fits
+                kept = min(self.max_tokens // 2, self.max_tokens - len(text), len(self))
+                first = len(self) - kept
+                if 0 < first < len(self):  # from the beginning of a text on, so that `forget` finds all of it
                     first = self.index.tokens.index(SEPARATOR, first - 1) + 1
                 self._replace(self.index.tokens[first:], self._is_output[first:])
             self._append(text, is_output)
@@ -134,12 +135,12 @@ class NgramHistory:
     def answers(self, prompt: Sequence[int]) -> list[Sequence[int]]:
         """The last earlier answers to a prompt, newest first, or to one that differs in a few tokens if it is new."""
         with self._lock:
-            spans = self._answers.get(_hash(prompt)) or self._similar(prompt)
+            spans = self._answers.get(_hash(prompt)) or self._answers_to_similar(prompt)
             texts = [self.index.tokens[first:end].tobytes() for first, end in reversed(spans[-MAX_ANSWERS:])]
         return [array("i", text) for text in dict.fromkeys(texts)]
 
-    def _similar(self, prompt: Sequence[int]) -> list[tuple[int, int]]:
-        """The answers' spans `(first, end)` in the index, for the stored prompt that is most similar to a new one.
+    def _answers_to_similar(self, prompt: Sequence[int]) -> list[tuple[int, int]]:
+        """The spans `(first, end)` in the index of the answers to the stored prompt that is most similar to a new one.
 
         Compared are the n-grams that end at eight positions of the new prompt. Empty if more than a few tokens differ.
         """
@@ -168,7 +169,7 @@ class NgramHistory:
         return self._answers.get(most_similar, []) if longer - common <= min(8, longer // 8) else []
 
     def _append(self, tokens: Sequence[int], is_output: bytes | bytearray) -> None:
-        """Append whole texts, and enter their answers."""
+        """Append whole texts, and add the spans of their answers to `_answers`."""
         first = len(self)
         self.index.extend(tokens)
         self._is_output += is_output
@@ -273,6 +274,7 @@ class NgramHistory:
             self._next_sync = now + 100 * (now - began)
 
     def _write(self) -> None:
+        """Write all texts to the file of `of_file`, and note its version."""
         assert self.file is not None
         self.save(self.file)
         self._unsaved = []
@@ -310,13 +312,13 @@ class NgramHistory:
         path = Path(path).expanduser()
         if not path.parent.is_dir():
             raise FileNotFoundError(f"there is no folder {str(path.parent)!r} to save the history in; make it first")
-        written = f"{path}.{os.getpid()}.{get_ident()}"
+        temporary = f"{path}.{os.getpid()}.{get_ident()}"
         metadata = {"format": FORMAT, "max_tokens": str(self.max_tokens)}
         try:
-            save_file({"tokens": tokens, "is_output": is_output}, written, metadata=metadata)
-            _replace_file(written, path)
+            save_file({"tokens": tokens, "is_output": is_output}, temporary, metadata=metadata)
+            _replace_file(temporary, path)
         finally:
-            Path(written).unlink(missing_ok=True)
+            Path(temporary).unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> NgramHistory:
@@ -340,7 +342,7 @@ class NgramHistory:
 
     @classmethod
     def _from_file(cls, file: Any, metadata: Mapping[str, str]) -> NgramHistory:
-        """From an open file; shapes are checked before tensors are read."""
+        """The history in an open file; shapes are checked before tensors are read."""
         if metadata.get("format") != FORMAT:
             raise ValueError(f"its format is {json.dumps(metadata.get('format'))}, not {FORMAT!r}")
         max_tokens = int(metadata["max_tokens"])
@@ -361,16 +363,16 @@ _files_lock = RLock()
 
 
 def _version_of(file: Path) -> tuple[int, ...]:
-    """What changes when a file is replaced."""
+    """A version of a file, which changes when the file is replaced: time of change, inode and size."""
     status = file.stat()
     return status.st_mtime_ns, status.st_ino, status.st_size
 
 
 def _token_ids(tokens: Any) -> list[int]:
     """The ids of one text, given as a list, a tensor or an array, as plain integers."""
-    given = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    values = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     try:
-        return array("i", map(index, given)).tolist()
+        return array("i", map(index, values)).tolist()
     except (TypeError, OverflowError):
         raise TypeError(f"a text must be token ids, such as tokenizer(text)['input_ids'], got {tokens!r:.80}") from None
 
@@ -380,11 +382,11 @@ def _hash(tokens: Sequence[int]) -> int:
     return hash(array("i", tokens).tobytes())
 
 
-def _replace_file(written: str, path: str | os.PathLike[str]) -> None:
-    """As `os.replace`; tried again while another process reads the file, which Windows does not allow."""
+def _replace_file(temporary: str, path: str | os.PathLike[str]) -> None:
+    """Move a temporary file to a path; tried again while another process reads the old file, which Windows refuses."""
     for seconds in (0.1, 0.3, 1.0):
         try:
-            return os.replace(written, path)
+            return os.replace(temporary, path)
         except PermissionError:
             time.sleep(seconds)
-    os.replace(written, path)
+    os.replace(temporary, path)

@@ -64,10 +64,13 @@ class NgramIndex:
             self._allocate(end)
             first = 0
         for begin in range(first, end, MAX_BATCH):
-            self._enter(begin, min(end, begin + MAX_BATCH))
+            self._add_ngrams(begin, min(end, begin + MAX_BATCH))
 
     def occurrences(self, tail: Sequence[int], limit: int) -> dict[int, int]:
-        """Where the end of a text occurs in this one: the longest indexed n-grams first, and then the most recent."""
+        """Where the end of a text occurs in this one: the position after each occurrence, and the length of its match.
+
+        Occurrences of the longest indexed n-grams come first, of these the most recent.
+        """
         tokens = self.tokens
         heads = self._heads
         links = self._links
@@ -96,8 +99,8 @@ class NgramIndex:
         self._heads = array("i", empty)
         self._links = array("i", empty)
 
-    def _enter(self, first: int, end: int) -> None:
-        """Add the n-grams that end with some tokens of the text to tables and links.
+    def _add_ngrams(self, first: int, end: int) -> None:
+        """Add the n-grams that end at the positions `first` to `end - 1` of the text to tables and links.
 
         The n-gram of a level that ends with token i is entry 4 * i + level + 1; 0 is none.
         """
@@ -118,7 +121,7 @@ class NgramIndex:
         heads[buckets] = entries  # the last one of each bucket stays
 
     def _buckets(self, windows: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """`[n, levels]` places in the tables of the n-grams at the ends of `[n, CONTEXT + 1]` tokens."""
+        """`[n, levels]` indices into the tables, of the n-grams at the ends of windows of `[n, CONTEXT + 1]` tokens."""
         return (windows @ POWERS % np.uint64(self._capacity)).astype(np.int64) + self._capacity * LEVELS
 
 
@@ -127,8 +130,8 @@ class CopySource:
     """A text in the index of a row that tokens are copied from: an expected output, or the row's own text."""
 
     kind: int  # of occurrences close to the position
-    first: int  # where the text begins, and ends
-    end: float = inf
+    first: int  # where the text begins
+    end: float = inf  # and ends
     position: int = -1  # that after the token that was copied last, -1 for none
     skipped: int = 0  # the differing tokens that were appended since
 
@@ -147,21 +150,21 @@ class CopySource:
 
         `matches` of the end of the row's text have the length of each by its position.
         """
-        own_matches = {at: length for at, length in matches.items() if self.first <= at < self.end}
-        lengths = dict.fromkeys(self.resumed(), 0) | own_matches
+        matches_in_source = {at: length for at, length in matches.items() if self.first <= at < self.end}
+        lengths = dict.fromkeys(self.resumed(), 0) | matches_in_source
         # A match of a single token counts only near the position that was copied from last.
         positions = [at for at, length in lengths.items() if length != 1 or self.is_near(at)]
-        agreed = {at: common_length(text[at : at + len(tokens)], tokens) for at in positions}
-        best = max(positions, key=lambda at: (agreed[at], self.is_near(at), lengths[at], at), default=-1)
-        if best >= 0 and agreed[best]:
-            self.position = best + agreed[best]
-            self.skipped = len(tokens) - agreed[best]
+        copied = {at: common_length(text[at : at + len(tokens)], tokens) for at in positions}  # tokens from there on
+        best = max(positions, key=lambda at: (copied[at], self.is_near(at), lengths[at], at), default=-1)
+        if best >= 0 and copied[best]:
+            self.position = best + copied[best]
+            self.skipped = len(tokens) - copied[best]
         else:
             self.skipped += len(tokens)
 
 
 def _padded(tokens: Sequence[int], length: int) -> NDArray[np.uint64]:
-    """`[length]` positive numbers for tokens, after zeros where there are fewer."""
+    """`[length]` tokens as positive numbers, the separator (-1) too, after zeros if there are fewer tokens."""
     padded = np.zeros(length, dtype=np.int64)
     padded[length - len(tokens) :] = tokens
     padded[length - len(tokens) :] += 2

@@ -101,7 +101,7 @@ def test_observe_rejections_make_the_class_less_likely() -> None:
     session.draft([1])
     [(tried, _, _)] = outcomes(session._trees[0], [9], session._odds)
     session.observe(VerificationResult([[]], [[9]], [0]))
-    assert session._odds.new > 1 == session._odds.for_later_call().new, (
+    assert session._odds.new_token_factor > 1 == session._odds.for_later_call().new_token_factor, (
         "in this call alone other tokens are more likely"
     )
     odds = zip(session._odds.values, PRIOR_ODDS, strict=True)
