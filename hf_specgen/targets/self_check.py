@@ -1,16 +1,17 @@
 """The self-check: a model must compute with drafts and rollbacks what it computes in plain `generate`.
 
 No interface guarantees that a model places tokens by `position_ids`, respects a 4-D mask, or keeps all its state in the
-cache. So before a model is used, trials decode a prompt twice, token by token and with a draft and a rollback; a model
-that differs is refused. A model that reads an encoder, or inputs beside text, is tried on the prompt of the call:
+cache. So before a model is used, equivalence tests decode a prompt twice: token by token, and with a draft and a
+rollback. A model that differs is refused. A model that reads an encoder, or inputs beside text, is tested on the prompt
+of the call:
 
-| trial | prompt | runs |
+| equivalence test | prompt | runs |
 |---|---|---|
 | single row | a short text in one row | if the call has one row without padding; also if rows differ, to find out why |
 | rows | the text in rows of different lengths | if the call has several rows or padding |
-| own prompt | the prompt of the call | if the call has inputs beside text, or the model reads an encoder |
+| prompt of the call | its rows as they are | if the call has inputs beside text, or the model reads an encoder |
 
-The own prompt is tried once with one row and once with several, and so with padding and without.
+The prompt of the call is tested once with one row and once with several, and so with padding and without.
 
 A result holds as long as `hf_specgen.targets.fingerprint.computation` of the model has the same value, and for another
 object of the same class and weights with that value; in later processes too, if `HF_SPECGEN_CACHE` names a folder.
@@ -46,17 +47,17 @@ MAX_RESULTS = 64
 """Results that are kept for a model, for the states in which it has been used."""
 
 
-class Trial(NamedTuple):
+class EquivalenceTest(NamedTuple):
     """A comparison of plain decoding with decoding by drafts."""
 
-    key: tuple[Any, ...]  # what distinguishes the trial from others of the model
+    key: tuple[Any, ...]  # what distinguishes the test from others of the model
     call: Callable[[], PreparedCall]  # makes the prompt that is decoded
     reason: str = "{}"  # how the two ways differ, with `{}` for what was found
     remedy: str = "call generate() without candidate_generator="
 
 
 class Problem(NamedTuple):
-    """What a trial has found, what the caller can do about it, and the exception of a trial that failed."""
+    """How a model differs, what the caller can do about it, and the exception of a test that could not run."""
 
     reason: str
     remedy: str
@@ -64,21 +65,21 @@ class Problem(NamedTuple):
 
 
 class Results:
-    """The results of the trials of one model; used by one thread at a time.
+    """The results of the equivalence tests of one model; used by one thread at a time.
 
-    A result holds for the state in which its trial ran, whatever the plain values that the trial itself has changed,
+    A result holds for the state in which its test ran, whatever the plain values that the test itself has changed,
     such as counters. These are left out for this result alone: in another state the same place has another meaning.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a forward pass may call `generate` of the same model
         self._reasons: OrderedDict[tuple[Any, ...], str | None] = OrderedDict()
-        """By what was tried, the places that are left out, and the other values of the state."""
+        """By the key of a test, the places that are left out, and the other values of the state."""
 
     def find(
-        self, model: PreTrainedModel, state: tuple[Any, ...], key: tuple[Any, ...], trial: Callable[[], str | None]
+        self, model: PreTrainedModel, state: tuple[Any, ...], key: tuple[Any, ...], run_test: Callable[[], str | None]
     ) -> str | None:
-        """The result of a trial, run now if it has none for this `state`, the model's `computation`.
+        """The result of an equivalence test, run now if it has none for this `state`, the model's `computation`.
 
         None if the model passes, otherwise how decoding differs.
         """
@@ -94,7 +95,7 @@ class Results:
         is_saved = can_be_saved and saved_results.load(SAVED, shared_key) == PASSED
         changed = frozenset[Place]()
         if not is_shared and not is_saved:
-            reason = trial()
+            reason = run_test()
             after = computation(model)
             changed = frozenset(change.place for change in changes(state, after) if change.is_plain)
             if after == state:
@@ -128,7 +129,7 @@ def check_computation(
 ) -> None:
     """Raise unless the model, run by these `requirements`, computes what plain `generate` computes.
 
-    A result is kept for later calls with the same `computation` of the model; not that of a trial that failed, or in
+    A result is kept for later calls with the same `computation` of the model; not that of a test that failed, or in
     which plain decoding gave NaN, +inf or nothing but -inf, which `generate` itself reports.
     """
     if requirements.exit_layer is not None:
@@ -147,7 +148,7 @@ def check_computation(
 
 
 class SelfCheck:
-    """The trials of one call, see the table at the top; `results` are those of earlier trials."""
+    """The equivalence tests of one call, see the table at the top; `results` are those of earlier tests."""
 
     def __init__(self, model: PreTrainedModel, exit_layer: int | None, results: Results):
         self._model = model
@@ -157,33 +158,34 @@ class SelfCheck:
         self._state = computation(model)
 
     def problem(self, call: PreparedCall) -> Problem | None:
-        """Run the trials that a call needs; returns the problem to report, None if the model passes them."""
+        """Run the equivalence tests that a call needs; returns the problem to report, None if the model passes."""
         rows = len(call.input_ids)
         inputs = tuple(sorted(accompanying_inputs(call.model_kwargs)))
         alike = treats_rows_alike(self._model)
-        own_prompt = Trial((inputs, rows > 1 if alike else rows, *_masks(call)), lambda: call)
+        prompt_of_call = EquivalenceTest((inputs, rows > 1 if alike else rows, *_masks(call)), lambda: call)
         if reads_encoder(self._model):
-            return self._run(own_prompt)
+            return self._run(prompt_of_call)
         mask = call.model_kwargs.get("attention_mask")
         is_single = rows == 1 and (mask is None or bool(mask.all()))
         problem = None if is_single else self._problem_of_rows(2 if alike else rows)
         if is_single or problem is not None:
             # Where rows differ: does the model itself fail, or only rows of different lengths? A model that
             # has something for each of several rows, such as adapters, may fail because there is a single row.
-            alone = self._run(Trial((1,), lambda: self._short_text(1, is_padded=False)))
+            alone = self._run(EquivalenceTest((1,), lambda: self._short_text(1, is_padded=False)))
             if alone is not None and (alike or rows == 1 or isinstance(alone.cause, UnsupportedModelError | None)):
                 problem = alone
         if problem is None and inputs:
-            problem = self._run(own_prompt)
+            problem = self._run(prompt_of_call)
         return problem
 
     def _short_text(self, rows: int, is_padded: bool) -> PreparedCall:
+        """A call with the prompt of `short_text`."""
         return PreparedCall(self._model, *short_text(self._model, rows, is_padded))
 
     def _problem_of_rows(self, rows: int) -> Problem | None:
-        """What the trial of a padded text in `rows` rows finds; where a kernel takes no mask, it need not run."""
+        """The problem with padding in `rows` rows, if any; where a kernel takes no mask, it is known without a test."""
         texts = "a padded prompt gets" if rows == 1 else "rows of different lengths get"
-        trial = Trial(
+        test = EquivalenceTest(
             ("padded", rows),
             lambda: self._short_text(rows, is_padded=True),
             f"{texts} other scores than in plain decoding ({{}})",
@@ -191,19 +193,19 @@ class SelfCheck:
         )
         if part := takes_no_mask(text_config(self._model)):
             reason = f"{part} takes no mask, which rows of different lengths need"
-            return Problem(reason, self._remedy(trial, reason))
-        return self._run(trial)
+            return Problem(reason, self._remedy(test, reason))
+        return self._run(test)
 
-    def _run(self, trial: Trial) -> Problem | None:
-        """What a trial finds, now or in an earlier call; None also where it cannot be decided."""
+    def _run(self, test: EquivalenceTest) -> Problem | None:
+        """The problem that a test finds, now or in an earlier call; None also where it cannot be decided."""
         cause: Exception | None = None
         try:
             with _positions_kept(self._model):
                 difference = self._results.find(
                     self._model,
                     self._state,
-                    (*self._key, *trial.key),
-                    lambda: self._difference(trial),
+                    (*self._key, *test.key),
+                    lambda: self._difference(test),
                 )
         except UndecidedError:
             return None
@@ -217,20 +219,20 @@ class SelfCheck:
             cause = error
         if difference is None:
             return None
-        return Problem(trial.reason.format(difference), self._remedy(trial, difference), cause)
+        return Problem(test.reason.format(difference), self._remedy(test, difference), cause)
 
-    def _difference(self, trial: Trial) -> str | None:
-        """What a trial finds now; the random generators stay as they are, whatever the model draws."""
+    def _difference(self, test: EquivalenceTest) -> str | None:
+        """Run a test; returns how decoding differs, None if it does not. The random generators keep their state."""
         with random_state.kept(compat.input_device(self._model)):
-            return find_difference(trial.call(), self._exit_layer)
+            return find_difference(test.call(), self._exit_layer)
 
-    def _remedy(self, trial: Trial, reason: str) -> str:
-        """What the caller can do: the remedy of the trial, unless something else is simpler."""
+    def _remedy(self, test: EquivalenceTest, reason: str) -> str:
+        """What the caller can do: the remedy of the test, unless something else is simpler."""
         if IN_TRAINING in reason:
             return "call model.eval() before generate(), or leave candidate_generator= out"
         if self._exit_layer is not None:
             return "use another candidate generator"
-        return trial.remedy
+        return test.remedy
 
 
 def _masks(call: PreparedCall) -> list[tuple[str, bool]]:

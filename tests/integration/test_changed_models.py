@@ -181,7 +181,7 @@ def test_self_check_model_changed_after_the_first_call_is_refused_until_undone(c
 
 @pytest.mark.parametrize("chunk", [None, 8])
 def test_hooks_that_compress_the_cache_of_long_texts_alone_are_refused(chunk: int | None) -> None:
-    """Would catch: a cache that no trial compresses, and the call does after its prompt, with other tokens then."""
+    """Would catch: a cache that no equivalence test compresses, while the call does after its prompt."""
     model, call = llama(), {**CALL, "prefill_chunk_size": chunk}
     with hooks_that_compress_the_cache(model, longest=6):
         with pytest.raises(ValueError, match=r"puts other keys or values into the cache.*; remove it"):
@@ -222,7 +222,7 @@ def test_self_check_hook_that_a_variable_switches_on_is_refused(kind: str) -> No
 
 
 def test_self_check_hook_that_counts_passes_and_changes_results_is_refused() -> None:
-    """Would catch: a hook that steers from its twentieth pass on, which a trial of five passes does not show."""
+    """Would catch: a hook that steers from its twentieth pass on, while an equivalence test makes five passes."""
     model, passes = llama(), {"count": 0}
 
     def steer_later(module: Any, args: Any, output: Any) -> Any:
@@ -260,7 +260,7 @@ def test_self_check_hook_that_counts_passes_and_changes_results_is_refused() -> 
 
 
 def test_self_check_module_that_counts_its_passes_is_checked_once() -> None:
-    """Would catch: a trial in every call, since the model itself changes an attribute."""
+    """Would catch: an equivalence test in every call, since the model itself changes an attribute."""
     model, counter = llama(), Counting()
     model.model.norm = torch.nn.Sequential(model.model.norm, counter)
     assert outcome(model) == "same"
@@ -385,7 +385,7 @@ def test_self_check_sees_a_switch_beside_a_value_that_the_first_pass_adds(kind: 
 
 @pytest.mark.parametrize("collection", [list, dict, set])
 def test_self_check_hook_that_records_is_checked_at_most_twice(collection: Any) -> None:
-    """Would catch: a trial in every call for a hook that appends to a collection in every pass."""
+    """Would catch: an equivalence test in every call for a hook that appends to a collection in every pass."""
     model, records, passes = llama(), collection(), Counting()
 
     def record(module: Any, inputs: Any, output: torch.Tensor) -> None:
@@ -471,7 +471,7 @@ def test_self_check_hook_that_adds_the_same_everywhere_drafts() -> None:
 
 
 def test_computation_of_adapters_is_that_of_the_active_one() -> None:
-    """Would catch: an adapter that is believed to compute as the one before, or a trial in every call."""
+    """Would catch: an adapter that is believed to compute as the one before, or an equivalence test in every call."""
     settings = {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False}
     model = peft.get_peft_model(llama(), peft.LoraConfig(**settings), adapter_name="one").eval()
     model.add_adapter("two", peft.LoraConfig(**settings))
@@ -486,7 +486,7 @@ def test_computation_of_adapters_is_that_of_the_active_one() -> None:
 
 
 def test_computation_is_equal_in_later_calls() -> None:
-    """Would catch: a trial in every call, since a call itself changes what its result belongs to."""
+    """Would catch: an equivalence test in every call, since a call itself changes what its result belongs to."""
     for architecture in ("llama", "gemma2", "mixtral"):
         model = fresh_model(architecture)
         before = computation(model)

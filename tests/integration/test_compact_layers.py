@@ -144,7 +144,7 @@ def test_static_cache_with_a_prompt_of_nothing_but_padding_is_refused(architectu
 
 
 def test_self_check_leaves_the_length_of_later_static_caches_as_it_is() -> None:
-    """Would catch: a trial of the self-check that makes the static caches of later plain calls longer."""
+    """Would catch: an equivalence test that makes the static caches of later plain calls longer."""
     model = fresh_model("llama")
     model.generation_config.cache_implementation = "static"
     model.generation_config.pad_token_id = 0

@@ -113,7 +113,7 @@ def test_prompt_of_the_decoder_may_be_padded(kind: str) -> None:
 
 
 def test_first_call_may_return_several_sequences() -> None:
-    """Would catch: a trial run with settings of the call that greedy search does not take."""
+    """Would catch: an equivalence test with settings of the call that greedy search does not take."""
     model, inputs = fresh_encoder_decoder("bart"), encoder_inputs("bart", 2)
     assert assert_same(
         "bart", inputs, NgramCandidates(k=3), model, do_sample=True, num_return_sequences=2, max_new_tokens=8

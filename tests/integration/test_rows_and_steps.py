@@ -85,7 +85,7 @@ def hooks(model: Any) -> int:
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("is_attached", [False, True], ids=["keyword", "attached"])
 def test_adapter_of_each_row_same_tokens(is_attached: bool, sampling: dict[str, Any]) -> None:
-    """Would catch: rows that leave the batch, or a trial of two rows, while PEFT has an adapter for each of three."""
+    """Would catch: rows that leave the batch, or an equivalence test of two rows, while three have an adapter each."""
     model, arguments = with_adapters(), {**prompts(3), "max_new_tokens": NEW, "adapter_names": NAMES, **sampling}
     arguments["eos_token_id"] = end_of_first_row(model, adapter_names=NAMES)
     torch.manual_seed(0)
@@ -97,7 +97,7 @@ def test_adapter_of_each_row_same_tokens(is_attached: bool, sampling: dict[str, 
 
 
 def test_adapter_of_a_padded_row_same_tokens() -> None:
-    """Would catch: a trial of two rows for a padded prompt, while PEFT has an adapter for a single row."""
+    """Would catch: an equivalence test of two rows for a padded prompt, while PEFT has an adapter for a single row."""
     model = with_adapters()
     inputs = {"input_ids": torch.tensor([[0, 0, 5, 6, 7]]), "attention_mask": torch.tensor([[0, 0, 1, 1, 1]])}
     arguments = {**inputs, "max_new_tokens": NEW, "adapter_names": ["two"], "do_sample": False}
@@ -106,7 +106,7 @@ def test_adapter_of_a_padded_row_same_tokens() -> None:
 
 
 def test_refusal_beside_an_adapter_of_each_row_has_the_true_reason() -> None:
-    """Would catch: PEFT's error in a trial of a single row in place of what is wrong with the call."""
+    """Would catch: PEFT's error in an equivalence test of a single row in place of what is wrong with the call."""
     model = with_adapters()
     layer = model.get_base_model().model.layers[0].mlp
     layer.register_forward_hook(lambda _, args, output: output + VECTORS[0] if output.shape[1] == 1 else output)

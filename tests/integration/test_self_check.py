@@ -120,7 +120,7 @@ def test_model_that_would_give_other_tokens_is_refused(kind: str) -> None:
 
 
 def test_saved_beams_are_not_those_of_the_self_check() -> None:
-    """Would catch: two rows in the trial of one row, which a model that takes one row alone cannot have."""
+    """Would catch: two rows in the equivalence test of one row, which a model that takes one row alone cannot have."""
     (checkpoint,) = [one for one in CHECKPOINTS if one.name == "DeepSeek-V4"]
     model = build(checkpoint)
     call = {"input_ids": torch.tensor([[5, 6, 7, 5, 6]]), "max_new_tokens": 6, "do_sample": False, "num_beams": 1}
@@ -163,7 +163,7 @@ class CountsPasses(LlamaForCausalLM):
 
 
 def test_another_object_of_the_same_weights_is_not_tried_again() -> None:
-    """Would catch: a trial for each copy of a model; a result that is believed for other weights of the class."""
+    """Would catch: an equivalence test for each copy of a model; a result used for other weights of the class."""
     model = CountsPasses(llama().config).eval()
     counts = []
     changed = copy.deepcopy(model)
@@ -200,7 +200,7 @@ class WithImages(LlamaForCausalLM):
 
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_images_in_several_rows_are_tried_after_images_in_one(is_padded: bool) -> None:
-    """Would catch: the trial of images in one row believed for several ones, of which it shows nothing."""
+    """Would catch: the result of images in one row used for several rows, of which it shows nothing."""
     model = WithImages(llama(initializer_range=0.2).config).eval()
     assert_same_tokens(model, {**prompts(1), "images": torch.zeros(1, 3)}, NgramCandidates(k=3), max_new_tokens=6)
     inputs = prompts(4)
@@ -211,7 +211,7 @@ def test_images_in_several_rows_are_tried_after_images_in_one(is_padded: bool) -
 
 
 def test_padded_images_are_tried_after_images_without_padding() -> None:
-    """Would catch: the trial of an unpadded row believed for a padded one."""
+    """Would catch: the result of an unpadded row used for a padded one."""
     tried = CountsPasses(llama().config).eval()
     counts = []
     kinds = [(1, 0), (1, 2), (3, 0), (3, 2)]
@@ -504,7 +504,7 @@ def test_prefix_tuning_is_refused() -> None:
 
 
 def test_vocabulary_of_one_token_same_tokens() -> None:
-    """Would catch: a trial with token 1, or a standard deviation of one logit, which is NaN."""
+    """Would catch: an equivalence test with token 1, or a standard deviation of one logit, which is NaN."""
     model = small_llama(1, seed=0)
     for candidates in (NgramCandidates(k=3), DraftModelCandidates(small_llama(1, seed=1), k=3, tree=4)):
         inputs = {"input_ids": torch.zeros(2, 4, dtype=torch.long), "attention_mask": torch.ones(2, 4).long()}

@@ -274,7 +274,7 @@ def test_layer_skip_with_image_same_tokens(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
 def test_text_alone_to_a_multimodal_model_same_tokens(kind: str) -> None:
-    """Would catch: a trial run that leaves positions behind in the model, or a refusal of several axes."""
+    """Would catch: an equivalence test that leaves positions in the model, or a refusal of several axes."""
     model = multimodal_model(kind)
     inputs = {name: multimodal_prompts(kind, 3)[name] for name in ("input_ids", "attention_mask")}
     inputs["input_ids"] = inputs["input_ids"] % 90

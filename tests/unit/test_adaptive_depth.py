@@ -35,14 +35,14 @@ def test_adaptive_depth_uses_what_is_faster_and_loses_at_most_what_it_promises(l
 
 
 def test_adaptive_depth_where_drafts_fail_tries_again_when_the_loss_is_made_up_for() -> None:
-    """Would catch: a drafter that is turned off for ever, or trials so often that they cost more than allowed."""
+    """Would catch: a drafter that is turned off for ever, or drafts tried so often that they cost more than allowed."""
     depths = [depth for (depth,) in run(AdaptiveDepth(STEEP).start(depth_call()), 300, [0])]
-    trials = [step for step, depth in enumerate(depths) if depth][-3:]
-    assert [depths[step] for step in trials] == [1, 1, 1] and trials[2] - trials[1] == trials[1] - trials[0] == 51
+    drafts = [step for step, depth in enumerate(depths) if depth][-3:]
+    assert [depths[step] for step in drafts] == [1, 1, 1] and drafts[2] - drafts[1] == drafts[1] - drafts[0] == 51
 
 
-def test_adaptive_depth_after_a_faster_trial_drafts_again() -> None:
-    """Would catch: a trial that has gained and is followed by a pause all the same."""
+def test_adaptive_depth_after_a_draft_that_gains_time_drafts_again() -> None:
+    """Would catch: a draft that gains time after a pause, and is followed by another pause all the same."""
     session = AdaptiveDepth(STEEP).start(depth_call(adaptive_tree=True, negligible_draft_cost=True))
     run(session, 40, [0])
     session.latency = FLAT
@@ -155,7 +155,7 @@ def test_adaptive_depth_short_answer_to_a_long_prompt_drafts_nothing() -> None:
 
 
 def test_adaptive_depth_after_a_pause_counts_what_the_drafter_has_to_catch_up_on() -> None:
-    """Would catch: a trial after 40 plain steps that costs the time of five steps for the tokens of the pause."""
+    """Would catch: a draft after 40 plain steps that costs the time of five steps for the tokens of the pause."""
     session = prompt_call(10, 10**6)
     run(session, 3, [0])
     assert not any(depth for (depth,) in run(session, 400, [0])), "the longer the pause, the more there is to process"
