@@ -29,7 +29,7 @@ FORGETTING = 0.9  # factor by which the weight of earlier drafts in the acceptan
 
 @dataclass
 class DraftingTimeLoss:
-    """Time that drafting has lost, in units of T(1), minus what it has gained and minus its allowance."""
+    """Time that drafting has lost, in units of T(1), less what it has gained and `TIME_LOSS_ALLOWANCE`."""
 
     relative_time: float = 0.0
 
@@ -47,7 +47,7 @@ class DraftingTimeLoss:
         self.add(seconds / latency.target.seconds_of(rows) - emitted)
 
     def for_later_call(self) -> DraftingTimeLoss:
-        """No gains, since texts differ, at most `MAX_TIME_LOSS`: a later call then pauses for one step at most."""
+        """The loss without gains, since texts differ, at most `MAX_TIME_LOSS`: at first one step is paused at most."""
         return DraftingTimeLoss(min(max(self.relative_time, 0.0), MAX_TIME_LOSS))
 
 
@@ -186,7 +186,7 @@ class AdaptiveSession(PolicySession):
             self._use_curves(curve)
 
     def _use_curves(self, *curves: CostCurve) -> None:
-        """Use these T(q), each at another number of rows, and what is known of the time of drafting."""
+        """Use these T(q), each at another number of rows, and the estimated time of drafting."""
         if not curves:
             return
         if self._drafter_estimator is None:
@@ -215,9 +215,12 @@ class AdaptiveSession(PolicySession):
 
     def prefill_is_short(self) -> bool:
         is_known = self.latency is not None and (self._drafter_estimator is None or self._drafter_estimator.is_known)
-        return not is_known or self._uncached_cost(self._call.state.batch) <= MAX_PREFILL * self._call.max_new_tokens
+        return (
+            not is_known
+            or self._relative_uncached_time(self._call.state.batch) <= MAX_PREFILL * self._call.max_new_tokens
+        )
 
-    def _uncached_cost(self, rows: int) -> float:
+    def _relative_uncached_time(self, rows: int) -> float:
         """Time of the drafter for tokens that it has not processed yet, in units of T(1)."""
         target, drafter = self._latency_of_step(rows)
         seconds = drafter.pass_seconds(rows * (1 + self._uncached)) - drafter.pass_seconds(rows)
@@ -226,10 +229,10 @@ class AdaptiveSession(PolicySession):
     def _pauses(self, rows: int) -> bool:
         """Whether drafting has lost too much, counting the drafter's uncached tokens, or its prefill is too slow."""
         lost = self._loss.relative_time
-        is_free = self._call.drafting.has_negligible_cost_drafts
-        if self._has_drafted and not is_free:
-            lost += self._uncached_cost(rows)
-        return lost >= MAX_TIME_LOSS or not (is_free or self._has_drafted or self.prefill_is_short())
+        has_free_drafts = self._call.drafting.has_negligible_cost_drafts
+        if self._has_drafted and not has_free_drafts:
+            lost += self._relative_uncached_time(rows)
+        return lost >= MAX_TIME_LOSS or not (has_free_drafts or self._has_drafted or self.prefill_is_short())
 
     def _fastest_depth(self, rows: int, limit: int) -> int:
         """The depth with the most expected tokens per second, at least 1, at one acceptance rate and tree width."""

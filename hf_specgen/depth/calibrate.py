@@ -111,11 +111,11 @@ def measured_curve(call: Call, target: Target) -> CostCurve | None:
     group = lockstep_group(call.model)
     target = target.copy()  # drafters read the hidden states of the prompt of the original
     target.capture_now()
-    return _stored_curve(call, _timed_passes(target, pending, [q for q in QUERIES if q <= longest], group))
+    return _store_curve(call, _timed_passes(target, pending, [q for q in QUERIES if q <= longest], group))
 
 
-def _stored_curve(call: Call, times: dict[int, float]) -> CostCurve:
-    """T(q) from measured times, kept for later calls; sizes beyond the timed ones in proportion to their tokens."""
+def _store_curve(call: Call, times: dict[int, float]) -> CostCurve:
+    """Make T(q) of measured times, and store it for later calls; larger sizes take time in proportion to tokens."""
     points = dict(times)
     earlier: CostCurve | None = memory.recall(call.model, ("delayed", *curve_key(call)), lambda: None)
     # In a curve that `forget_slow_curve` has deleted some sizes were delayed, as others may be now: the minimum counts.
@@ -196,11 +196,11 @@ class DrafterLatencyEstimator:
         self._key = (*curve_key(call), call.drafting.key)
         self._group = lockstep_group(self._model)
         self._is_cpu = compat.input_device(self._model).type == "cpu"
-        known: float | None = memory.recall(self._model, self._key, lambda: None)
-        self.is_known = known is not None
+        measured: float | None = memory.recall(self._model, self._key, lambda: None)
+        self.is_known = measured is not None
         self._ratios = list[float]()
         # Time of a drafter's pass over q tokens / T(q); of a draft without passes / T(1).
-        self.fraction = known or (0.0 if self._without_passes else 0.3)
+        self.fraction = measured or (0.0 if self._without_passes else 0.3)
 
     def latency(self) -> LatencyModel:
         """The latencies of target and drafter, as far as they are known."""

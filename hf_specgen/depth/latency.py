@@ -37,6 +37,7 @@ def interpolate(size: float, sizes: Sequence[float], seconds: Sequence[float]) -
 
 
 def _check_curve(sizes: Sequence[float], seconds: Sequence[float]) -> None:
+    """Raise `ValueError` unless sizes increase from at least 1, and each has finite seconds."""
     if not 0 < len(sizes) == len(seconds) or sizes[0] < 1 or any(b <= a for a, b in pairwise(sizes)):
         raise ValueError(f"a curve needs increasing numbers of tokens, and seconds for each, got {sizes} and {seconds}")
     if not all(0 <= value < inf for value in seconds):
@@ -162,7 +163,7 @@ class StepLatency(NamedTuple):
         target = replace(self.target, seconds=seconds, batch=1)
         if not drafts_together:
             return StepLatency(target, self.draft)
-        seconds = tuple(one / rows for one in self.draft.seconds)
+        seconds = tuple(value / rows for value in self.draft.seconds)
         return StepLatency(target, replace(self.draft, seconds=seconds, overhead=self.draft.overhead / rows))
 
 
@@ -201,8 +202,8 @@ class LatencyModel:
 
     def for_drafter(self, kind: str, negligible_draft_cost: bool = False) -> LatencyModel:
         """The same model with this kind of drafter; `ValueError` if it has none, unless its cost is negligible."""
-        free = {ANY_DRAFTER: DraftLatency()} if negligible_draft_cost else {}
-        buckets = tuple(Bucket(target, free | dict(drafters)) for target, drafters in self.buckets)
+        default = {ANY_DRAFTER: DraftLatency()} if negligible_draft_cost else {}  # no time
+        buckets = tuple(Bucket(target, default | dict(drafters)) for target, drafters in self.buckets)
         for _, drafters in buckets:
             if not {kind, ANY_DRAFTER} & drafters.keys():
                 raise ValueError(f"the latency file has no drafter {kind!r}; it has {sorted(drafters)}")
@@ -241,11 +242,12 @@ def assumed_latency(device: torch.device) -> LatencyModel:
     """
     sizes = (1, 2, 4, 8, 16, 32, 64)
     seconds = tuple(sqrt(q) for q in sizes) if device.type == "cpu" else tuple(1 + q / 64 for q in sizes)
-    drafter = DraftLatency(tuple(map(float, sizes)), tuple(0.3 * one for one in seconds))
+    drafter = DraftLatency(tuple(map(float, sizes)), tuple(0.3 * value for value in seconds))
     return LatencyModel((Bucket(CostCurve(sizes, seconds, 512, 1), {ANY_DRAFTER: drafter}),))
 
 
 def _bucket(data: Any) -> Bucket:
+    """A bucket from its entry in a latency file."""
     target = data["target"]
     curve = CostCurve(tuple(target["queries"]), tuple(target["seconds"]), target["context"], target["batch"])
     drafters = {

@@ -195,6 +195,8 @@ class MovingWindow(Policy):
 
 
 class _WindowSession(PolicySession):
+    """The state of `MovingWindow` in one call: the depth and the recent outcomes of each row."""
+
     def __init__(self, policy: MovingWindow, call: Call):
         self._target = policy.target
         self._k = call.drafting.k

@@ -108,7 +108,7 @@ class CurvePosterior:
         return posterior._conditioned_on(innovation, covariance_with_sum, variance + noise)
 
     def _conditioned_on(self, innovation: float, covariance_with_sum: Floats, variance: float) -> CurvePosterior:
-        """The distribution given the observation of a sum of terms.
+        """The distribution given the observation of a sum of entries and noise.
 
         Args:
             innovation: the observed value less the mean of the sum.
@@ -127,7 +127,7 @@ class CurvePosterior:
         return replace(self, covariance=covariance)
 
     def saved(self) -> dict[str, Any]:
-        """What `from_saved` reads."""
+        """The distribution as plain values, for `from_saved`."""
         arrays = {"means": self.means.tolist(), "covariance": self.covariance.tolist()}
         return {**arrays, "counts": self.counts, "context": self.context, "batch": self.batch}
 
@@ -246,8 +246,8 @@ class CurveEstimator:
         size, _ = timed
         self._new_steps.append(timed)
         self._counts[size] += 1
-        enough = min(STEPS_PER_UPDATE, self._counts.total() / 8)
-        if self._counts[size] > 2 and len(self._new_steps) < enough:
+        steps_per_update = min(STEPS_PER_UPDATE, self._counts.total() / 8)
+        if self._counts[size] > 2 and len(self._new_steps) < steps_per_update:
             return False
         # Use all new steps: the machine's speed is learned from them even if all of their sizes are settled.
         is_settled = True

@@ -31,15 +31,15 @@ class GraphMemory:
             self._keeps_pool = _capture_allocation(stream, self.pool)
         self.is_broken = False
         """Whether a capture has failed, after which the pool cannot be used."""
-        self._used_on: torch.cuda.Stream | None = None
+        self._last_used_on: torch.cuda.Stream | None = None
 
     def wait(self) -> None:
-        """Let the current stream wait for replays on other streams, as all graphs of the pool share memory."""
+        """Let the current stream wait for replays on the stream that was used last: graphs of the pool share memory."""
         if self.stream is not None:
             current = torch.cuda.current_stream(self.stream.device)
-            if self._used_on is not None and self._used_on != current:
-                current.wait_stream(self._used_on)
-            self._used_on = current
+            if self._last_used_on is not None and self._last_used_on != current:
+                current.wait_stream(self._last_used_on)
+            self._last_used_on = current
 
 
 _lock = threading.Lock()

@@ -123,7 +123,7 @@ class ModuleGraphs:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """In this context this thread, and no other, runs a function of the module."""
+        """A context in which this thread, and no other, runs a function of the module."""
         with self.lock:
             self.running_thread = threading.get_ident()
             try:
@@ -201,8 +201,8 @@ class ModuleGraphs:
 
         def function_on_buffers(static: tuple[Any, torch.Tensor]) -> Any:
             static_inputs, starts = static
-            written = starts[:, None] + torch.arange(slots, device=starts.device)
-            layers: Any = [GraphLayer(keys, values, written) for keys, values in buffers.tensors]
+            new_slots = starts[:, None] + torch.arange(slots, device=starts.device)
+            layers: Any = [GraphLayer(keys, values, new_slots) for keys, values in buffers.tensors]
             return function(module, static_inputs, GraphCache(layers, buffers.joined))
 
         return Graph(function_on_buffers, inputs, self._memory, function)
@@ -233,7 +233,7 @@ class ModuleGraphs:
 
 
 def _add_bounded(values: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
-    """Add a value for the key of a run; if there are too many, drop the one that was added first."""
+    """Add a value for the key of a run; if there are more than `MAX_GRAPHS`, drop the one that was added first."""
     values[key] = value
     if len(values) > MAX_GRAPHS:
         del values[next(iter(values))]

@@ -60,14 +60,14 @@ class ModelPass(CapturablePass[dict[str, Any]]):
     """One forward pass of a model, or of its decoder alone; its inputs are the model's arguments."""
 
     def __call__(self, module: nn.Module, inputs: dict[str, Any], cache: Cache) -> PassOutput:
-        with grouped_attention(), _mask_of_each_kind(module, inputs) as inputs:
+        with grouped_attention(), _mask_of_each_layer_type(module, inputs) as inputs:
             outputs = module(**{**inputs, compat.CACHE: cache, "use_cache": True, "return_dict": True})
         return PassOutput(cast(torch.Tensor, getattr(outputs, "logits", None)))
 
 
 @contextmanager
-def _mask_of_each_kind(model: Any, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The arguments of a pass; where a model takes one mask, its decoder receives those of each kind of layer."""
+def _mask_of_each_layer_type(model: Any, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The arguments of a pass; where a model takes one mask, its decoder gets the masks of all layer types."""
     masks = inputs.get("attention_mask")
     if not isinstance(masks, dict) or model.config.model_type not in TAKES_ONE_MASK:
         yield inputs
@@ -199,7 +199,7 @@ class NewText(NamedTuple):
 
     @classmethod
     def of(cls, texts: Sequence[Sequence[int]], features: torch.Tensor | None = None) -> NewText:
-        """Of the tokens of each row, and features `[batch, longest, size]`; padded to a width of captured passes."""
+        """From the tokens of each row, and features `[batch, longest, size]`; padded to a width of captured passes."""
         counts = torch.tensor([len(text) for text in texts])
         width = max(TEXT_WIDTH, padded_tokens(max(map(len, texts))))
         tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts])
@@ -226,4 +226,5 @@ class CapturablePasses(NamedTuple):
 
     @property
     def device(self) -> torch.device:
+        """Where the keys and values are."""
         return self.cache.buffers()[0][0].device

@@ -1,7 +1,7 @@
 """The queue of tokens that a target processes again, as its cache cannot be cut where the accepted tokens end.
 
-A recurrent state that has read rejected tokens returns to where the pass began, and the accepted tokens stay uncached
-until the next pass, so that no pass is made for them alone::
+A recurrent state that has processed rejected tokens returns to where the pass began, and the accepted tokens stay
+uncached until the next pass, so that no pass is made for them alone::
 
     pass 1   state at 10   reads  a │ b c d      a pending, draft (b, c, d), of which b is accepted, then x follows
     pass 2   state at 10   reads  a b x │ e f    a and b are uncached, x pending, draft (e, f), all accepted
@@ -58,10 +58,11 @@ class ReplayQueue:
     def next_pass(
         self, new: Sequence[Sequence[int]], takes_part: Sequence[bool], limit: int | None = None
     ) -> tuple[list[int], list[list[int]]]:
-        """Append tokens to the rows that take part; returns where each row begins, after its prompt, and its tokens.
+        """Append tokens to the rows that take part, and choose what the next pass processes.
 
-        At most `limit` tokens of a row are read. With a common start every row is written from there on, so that a row
-        that takes no part reads its cached tokens again.
+        Returns the index in `texts` at which the pass begins in each row, and the tokens of each row in the pass, at
+        most `limit`. With a common start every row is written from there on, so that a row that takes no part has its
+        cached tokens processed again.
         """
         members = [row for row, takes in enumerate(takes_part) if takes]
         for row in members:
@@ -72,19 +73,20 @@ class ReplayQueue:
             self._starts = [min((self.cached[row] for row in members), default=0)] * len(self.texts)
         width = max((len(self.texts[row]) - self._starts[row] for row in members), default=0)
         width = min(width, limit or width)
-        reads: list[list[int]] = []
+        tokens_of_rows: list[list[int]] = []
         for row, start in enumerate(self._starts):
-            # A row that takes no part and is cached less far than the common start reads padding alone.
-            is_read = self.cached[row] >= start if self.common_start else takes_part[row]
-            reads.append(self.texts[row][start : start + width] if is_read else [])
-            self._replayed[row] = max(0, len(reads[row]) - len(new[row]))
-            if is_read:  # a state includes the padding of a shorter row
-                self.cached[row] = start + (len(reads[row]) if self.common_start else width)
+            # A row that takes no part and is cached less far than the common start gets padding alone.
+            is_processed = self.cached[row] >= start if self.common_start else takes_part[row]
+            tokens = self.texts[row][start : start + width] if is_processed else []
+            tokens_of_rows.append(tokens)
+            self._replayed[row] = max(0, len(tokens) - len(new[row]))
+            if is_processed:  # a recurrent state includes the padding of a shorter row too
+                self.cached[row] = start + (len(tokens) if self.common_start else width)
         self.is_in_pass = True
-        return self._starts, reads
+        return self._starts, tokens_of_rows
 
     def replayed(self, row: int) -> int:
-        """How many tokens of a row the last pass has read before the new ones."""
+        """How many tokens of a row the last pass has processed before the new ones."""
         return self._replayed[row]
 
     def align(self, values: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -101,7 +103,7 @@ class ReplayQueue:
         self.is_in_pass = False
 
     def cut(self, row: int, length: int) -> None:
-        """Keep the first tokens of a row's text; a recurrent state that includes more returns to its last pass."""
+        """Keep the first tokens of a row's text; a recurrent state with more returns to where its last pass began."""
         reachable = length if self.can_be_cut else self._starts[row]
         if length < min(self.cached[row], reachable):
             raise RuntimeError(f"row {row} cannot return to {length} tokens: its state is known at {reachable}")

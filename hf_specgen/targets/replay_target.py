@@ -105,9 +105,10 @@ class ReplayTarget(Target):
         texts = [tokens or [0] for tokens in texts]
         chains = DraftTree.chains([tokens[1:] for tokens in texts])
         inputs = {"input_ids": chains.step_tokens([tokens[0] for tokens in texts], self.device)}
-        skipped = {module.padding_idx for module in self._numbering}
-        is_skipped = any(not skipped.isdisjoint(tokens[:-1]) for tokens in texts)
-        with _one_by_one(self._numbering if is_skipped else ()):
+        # Padding tokens are not counted, so that those after them in the pass would get too low positions.
+        padding_ids = {module.padding_idx for module in self._numbering}
+        has_padding_ids = any(not padding_ids.isdisjoint(tokens[:-1]) for tokens in texts)
+        with _one_by_one(self._numbering if has_padding_ids else ()):
             return self._run(self.model, chains, inputs, takes_part).logits
 
     def _process_uncached(self) -> None:
@@ -127,12 +128,16 @@ def _numbering_modules(model: PreTrainedModel) -> list[Any]:
 
 
 def _one_by_one(modules: Sequence[Any]) -> AbstractContextManager[None]:
-    """In this context, these modules number each token of this thread's passes by its slot, as plain decoding does."""
+    """In this context, these modules run on each token of a pass alone, as in plain decoding; in this thread only.
+
+    The position of a token is then that of its slot, however many padding tokens are before it in the pass.
+    """
 
     def number(module: Any, args: tuple[Any, ...], kwargs: Any, output: Any) -> torch.Tensor:
         named = {"cache_length": 0, **inspect.signature(module.forward).bind(*args, **kwargs).arguments}
-        parts = enumerate(named["input_ids"].split(1, dim=1), start=named["cache_length"])
-        return torch.cat([module.forward(**{**named, "input_ids": part, "cache_length": at}) for at, part in parts], 1)
+        tokens = enumerate(named["input_ids"].split(1, dim=1), start=named["cache_length"])
+        outputs = [module.forward(**{**named, "input_ids": ids, "cache_length": slot}) for slot, ids in tokens]
+        return torch.cat(outputs, 1)
 
     return thread_hooks(modules, after=number)
 

@@ -66,6 +66,7 @@ class GraphBuffers:
         if self.of_cache(cache) is None:
             tensors = cache.buffers()
             slots = int(tensors[0][0].shape[2])
+            # Rounded up to a multiple of a block, which grows with the slots.
             block = max(CAPACITY_BLOCK, 1 << max(0, slots.bit_length() - 3))
             buffers = self._idle_buffers(tensors, -(-slots // block) * block)
             for pair, static_pair in zip(tensors, buffers.tensors, strict=True):
