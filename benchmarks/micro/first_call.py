@@ -1,4 +1,4 @@
-"""What the first call of a process costs beyond a later one, in plain steps: self-check and calibration."""
+"""What the first call of a process costs beyond a later one, in units of T(1): self-check and calibration."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def _costs(arguments: tuple[str, int]) -> dict[str, float]:
     later = [_call(model, {**call, "candidate_generator": NgramCandidates()}) for _ in range(2)]
     cheapest = min(seconds for seconds, _ in later)
     in_passes = passes - min(seconds for _, seconds in later)
-    return {"plain step, ms": 1000 * step, "plain steps more": (first - cheapest) / step, "in passes": in_passes / step}
+    relative_time = (first - cheapest) / step
+    return {"T(1), ms": 1000 * step, "first call beyond, T(1)": relative_time, "in passes, T(1)": in_passes / step}
 
 
 def _call(model: Any, call: dict[str, Any]) -> tuple[float, float]:

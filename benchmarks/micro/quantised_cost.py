@@ -18,7 +18,7 @@ from hf_specgen.evaluation.cost import QUERIES, measure_cost_curve
 
 
 def quantised_cost(repeats: int, quick: bool) -> list[dict[str, Any]]:
-    """Milliseconds of a plain step, and T(q) / T(1)."""
+    """T(1) in milliseconds, and T(q) / T(1)."""
     setup = large_setup(quick)
     rows = []
     for name, model in _quantised(setup.model):
