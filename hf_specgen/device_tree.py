@@ -279,7 +279,7 @@ PassTree = DraftTree | Frontier
 def _padded_ancestors(ancestors: torch.Tensor, extra: int) -> torch.Tensor:
     """The matrix with `extra` more nodes, each of which attends to the row's last token alone."""
     padded = pad(ancestors, (0, extra, 0, extra))
-    padded[:, -extra:, 0].fill_(True)  # a query that sees nothing would write NaN into the cache
+    padded[:, -extra:, 0].fill_(True)  # a query that attends to nothing would write NaN into the cache
     return padded
 
 
@@ -318,7 +318,7 @@ class NodeSelection(NamedTuple):
 
 
 def probability_of(logarithms: Floats) -> Floats:
-    """Probabilities from their logarithms; 0 where there is no node, whatever `np.seterr` says of underflow."""
+    """Probabilities from their logarithms; 0 where there is no node, whatever `np.seterr` is set to."""
     with np.errstate(under="ignore"):
         return np.exp(logarithms.astype(float))
 

@@ -45,7 +45,7 @@ class RequestContext:
 
 
 class RequestTarget:
-    """The target as the steps and the drafter of one request see it: a `DecodingTarget` whose passes are packed steps.
+    """The target for the steps and the drafter of one request: a `DecodingTarget` whose passes are packed steps.
 
     The cache is that of Transformers, which `PackedSteps` rolls back. The hidden states and the accepted path of each
     step are kept here.

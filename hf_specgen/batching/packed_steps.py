@@ -12,12 +12,12 @@ A step of three requests: the second one is in its prefill, the others decode. `
     logits        L L L L               L         L L         the last token of B's prompt alone
     afterwards    A accepts 1 of 3 drafts: its position is set back by 2
 
-Where the attention takes a mask, drafts are trees: their nodes get the positions of their depths and see their
+Where the attention takes a mask, drafts are trees: their nodes get the positions of their depths and attend to their
 ancestors alone, and accepted nodes are moved next to each other in the cache.
 
-Each `Request` is a call of its own, whose forward passes are the packed steps. All drafts compete for one budget: nodes
-join the step in descending order of their path probability for as long as they raise the expected tokens per second, by
-the latency of the target.
+Each `Request` is a call of its own, whose forward passes are the packed steps. The nodes of all drafts are ranked
+together: they join the step in descending order of their path probability for as long as they raise the expected tokens
+per second, by the latency of the target.
 
 Source: Yu et al., "Orca" (2022), for batches that requests join and leave at every step; Kwon et al., "Efficient Memory
 Management for Large Language Model Serving with PagedAttention" (2023), for the cache.
@@ -227,7 +227,7 @@ class PackedSteps:
         return bool(self._cache.can_store_request_tokens(state, tokens))
 
     def place_drafts(self, positions: torch.Tensor, masks: Any) -> tuple[list[int], list[Any]]:
-        """Give the nodes of trees the positions of their depths, and hide all nodes but their ancestors from them.
+        """Give the nodes of trees the positions of their depths, and mask all nodes but their ancestors.
 
         The `position_offset` of each request counts its tokens of the step already.
 

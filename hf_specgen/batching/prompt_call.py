@@ -46,7 +46,7 @@ class PromptCall(Speculation):
         return cast(RowTarget, self.loop.target)
 
     def _may_share(self, loop: DecodingLoop) -> bool:
-        """Whether a common target can process the row; not if a stateful function would see texts alternately."""
+        """Whether a common target can process the row; not if a stateful function would be called for texts in turn."""
         target = loop.target
         if loop.verification.processors.may_be_stateful or loop.outputs.criteria.needs_scores:
             return False

@@ -1,4 +1,4 @@
-"""What a draft session sees of a call: its rows, and what target, verification and policy know of them.
+"""What a draft session reads of a call: its rows, and data of target, verification and policy about them.
 
     interface         what it provides                  what implements it
     RowState          prompts and generated tokens      GenerationState, SharedRowState

@@ -23,9 +23,7 @@ class TreeLevel(NamedTuple):
 class Expansion(NamedTuple):
     """Nodes that were expanded in one pass, `[rows, width]`."""
 
-    scores: (
-        Tensor  # expansion scores, see `TreeBuilder`; those of padding are so low that its children have probability 0
-    )
+    scores: Tensor  # expansion scores, see `TreeBuilder`; so low for padding that its children have probability 0
     indices: Tensor | None = None  # of the nodes in their level; None in a chain
 
 

@@ -7,8 +7,8 @@ walk over the steps, the second is constant for each size. Their joint normal di
 in a Kalman filter. So each size is compared with the steps before and after it, and a size that has had few steps
 remains uncertain, instead of being taken for as fast as the machine was in them.
 
-The first step of the first adaptive call has no draft and gives T(1). If it was delayed, all drafts look free, so that
-no other step would be without one. So the steps after 8, 16 and 32 steps have no draft either, and so on.
+The first step of the first adaptive call has no draft and gives T(1). If it was delayed, drafts seem to take no time,
+so that no other step would be without one. So the steps after 8, 16 and 32 steps have no draft either, and so on.
 
 Rows of a batch end at different steps. T(q) of 8 rows begins at 8 tokens, so it does not have the cost of drafts once
 a single row is left. So T(q) is timed for each number of present rows up to a power of two; like the first step of all,
