@@ -131,6 +131,7 @@ class PackedSteps:
         counts = self._verified_counts(max_draft_tokens)
         self._drafted = 0
         for index, (future, request) in enumerate(self._scheduled):
+            # Cut the draft to what fits into the smallest window, or to nothing if the cache is full.
             count = max(0, min(counts[index], self._max_length - 1 - future.state.position_offset))
             has_slots = count > 0 and self._allocate_slots(future.state, 1 + count)
             request.tree = request.tree.first_nodes(count if has_slots else 0)

@@ -106,6 +106,7 @@ def _inputs(prompt: Any, model: Any) -> dict[str, Any]:
         for name in sorted(names - NOT_PASSED_ON):
             if (value := prompt[name]) is not None:
                 value = torch.as_tensor(value)
+                # Values by token, such as token types, lose the entries of padding as the ids do.
                 is_by_token = value.shape in (ids.shape, ids.shape[1:])
                 inputs[name] = value.view(1, -1)[is_text][None] if is_by_token else value
     text = ids[is_text][None].long()

@@ -152,9 +152,10 @@ class _CombinedSession(DraftSession):
         # A short call does not make up for the prefill of drafters.
         self._uses_drafters = self._num_without_pass < len(members) and batch.prefill_is_short()
         self._member_trees = [DraftTree.empty(batch.state.batch)] * len(members)
-        # The first part of a step: whether it is done, by `plan`, and whether members with a forward pass draft too.
+        # Of the present step: whether `plan` has drafted with the members without a forward pass, and whether the
+        # drafters, the members with one, draft too.
         self._is_planned = False
-        self._needs_drafters = False
+        self._drafters_take_part = False
         self._member_drafts: list[MemberDrafts] = []
         self._unproposed = UnproposedTokens()
         self._drafter_time_loss = DrafterTimeLoss(batch)
@@ -182,7 +183,7 @@ class _CombinedSession(DraftSession):
         self._draft_without_pass(max_depths)
         self._is_planned = True
         for session, k in self._members[self._num_without_pass :]:
-            session.plan([min(depth, k) if self._needs_drafters else 0 for depth in max_depths])
+            session.plan([min(depth, k) if self._drafters_take_part else 0 for depth in max_depths])
 
     def _draft_without_pass(self, max_depths: Sequence[int]) -> None:
         """Draft with the members that have no forward pass; sets their tree, and whether the others draft too."""
@@ -195,7 +196,7 @@ class _CombinedSession(DraftSession):
         # Expected tokens of a step with this tree, by row with a draft.
         expected = [1 + sum(row) for row in tree.probability or () if row]
         is_enough = bool(expected) and sum(expected) / len(expected) >= ENOUGH_TOKENS
-        self._needs_drafters = self._uses_drafters and not is_enough and not self._drafter_time_loss.is_too_high
+        self._drafters_take_part = self._uses_drafters and not is_enough and not self._drafter_time_loss.is_too_high
         self._tree_without_pass = tree
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
@@ -205,13 +206,13 @@ class _CombinedSession(DraftSession):
         self._is_planned = False
         tree = self._tree_without_pass
         for session, k in self._members[self._num_without_pass :]:
-            draft = self._draft_member(session, k if self._needs_drafters else 0, max_depths)
+            draft = self._draft_member(session, k if self._drafters_take_part else 0, max_depths)
             self.tokens_per_pass += session.passes_of(draft)
             if draft.nodes and self._verifies_one_draft:
                 # This draft is verified alone: nothing is merged, and no further member drafts.
                 tree = draft
-                self._needs_drafters = False
-        if self._needs_drafters and any(draft.nodes for draft in self._member_trees[self._num_without_pass :]):
+                self._drafters_take_part = False
+        if self._drafters_take_part and any(draft.nodes for draft in self._member_trees[self._num_without_pass :]):
             tree = self._search(max_depths, self.tokens_per_pass)
         self._returned_tree = tree
         return tree

@@ -135,9 +135,9 @@ def _store_curve(call: Call, times: dict[int, float]) -> CostCurve:
 def _timed_passes(target: Target, pending: Sequence[int], sizes: Sequence[int], group: Any) -> dict[int, float]:
     """Seconds of passes by tokens per row, the smallest of each size."""
     times: dict[int, float] = {}
-    spent = 0.0
+    spent = 0.0  # in units of T(1), which is the first size
     for q in cycle(sizes):
-        if times:
+        if times:  # stop where the next pass would exceed the limit of the time of all passes
             largest = max(times)
             expected = times.get(q, times[largest] * sqrt(q / largest))  # between memory-bound and compute-bound
             if spent + expected / times[1] > (MAX_RELATIVE_TIME if q in times else MAX_RELATIVE_TIME_NEW_SIZE):

@@ -157,7 +157,8 @@ class StepLatency(NamedTuple):
     def per_row(self, rows: int, drafts_together: bool) -> StepLatency:
         """One row's part of the latencies of a shared pass: those of the target divided by `rows`.
 
-        Those of the drafter too if `drafts_together`, which then are still given for the tokens of all rows.
+        With `drafts_together` those of the drafter too: its methods still take the tokens of all rows, and return the
+        seconds of one row's part.
         """
         seconds = tuple(self.target.seconds_of(rows * q) / rows for q in self.target.queries)
         target = replace(self.target, seconds=seconds, batch=1)

@@ -83,10 +83,13 @@ class Results:
 
         None if the model passes, otherwise how decoding differs.
         """
-        for places in {places for _, places, _ in self._reasons}:
+        # A result of this object, in a state that differs at most in the places that are left out.
+        all_places = {places for _, places, _ in self._reasons}
+        for places in all_places:
             result_key = (key, places, without_places(state, places))
             if result_key in self._reasons:
                 return self._reasons[result_key]
+        # A result of another object, or of an earlier process; else run the test.
         shared_key = (*key, state, weights_sample(model))
         with _lock:
             is_shared = shared_key in _shared
