@@ -29,7 +29,7 @@ _MODULES = {
     "batching.many_prompts": "Completion generate_many",
     "monitor": "Monitor MonitorSession SpeculationMonitor",
     "outputs": "SpeculativeOutput",
-    "prepacked_weights": "prepacked",
+    "linear_layers": "prepacked",
     "tree": "DraftTree",
     "verification": "VerificationResult VerificationSession Verifier",
 }

@@ -19,6 +19,7 @@ from math import inf
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from hf_specgen.device_tree import Frontier
 from hf_specgen.targets.passes import CapturablePasses
@@ -56,6 +57,7 @@ class Drafter(ABC, Generic[T]):
     What the other methods do by default is right for drafters that keep nothing from draft to draft.
     """
 
+    modules: Sequence[nn.Module] = ()  # that its passes run, but the target and draft models, which are `Target`s
     max_depth: float = inf  # how many tokens deep a draft can be
     is_one_pass: bool = False  # whether all depths are drafted in one pass, by `forward_depths`
     drafts_chains: bool = False  # whether passes cannot run on the branches of a tree

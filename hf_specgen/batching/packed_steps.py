@@ -42,6 +42,7 @@ from hf_specgen.batching.shared_steps import SharedSteps
 from hf_specgen.call_statistics import Statistics
 from hf_specgen.depth.latency import fastest_count, pass_seconds_up_to
 from hf_specgen.device_tree import Floats
+from hf_specgen.linear_layers import FewTokenLayers
 from hf_specgen.settings import Settings
 from hf_specgen.targets.hidden_states import hook_points, recorded_states
 from hf_specgen.targets.model_parts import text_config
@@ -77,6 +78,7 @@ class PackedSteps:
         self._shared = SharedSteps(settings)
         aux_layers = settings.candidates.target_requirements(self._model).aux_hidden_state_layers
         self._hook_points = hook_points(self._model, aux_layers)
+        self._linear_layers = FewTokenLayers(self._model)
         self._processor = processor
         self._cache = processor.cache
         self._report_finished = report_finished
@@ -269,9 +271,12 @@ class PackedSteps:
         return indices, futures
 
     @contextmanager
-    def recording_states(self) -> Iterator[None]:
-        """Record the hidden states that drafters read, of the pass inside."""
-        with recorded_states(self._hook_points, compat.input_device(self._model)) as recorded:
+    def in_pass(self) -> Iterator[None]:
+        """A context for the pass of a step, which records the hidden states that drafters read."""
+        with (
+            recorded_states(self._hook_points, compat.input_device(self._model)) as recorded,
+            self._linear_layers.in_use(),
+        ):
             yield
         self._states = [states[0] for states in recorded]
 

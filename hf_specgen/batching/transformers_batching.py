@@ -96,7 +96,7 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
         this.logit_processor.prepare_tensor_args(requests, arguments)
         batch_data["logits_indices"] = torch.tensor(indices, dtype=torch.long, device=ios.device)
         batch_data["logits_processor_args"] = arguments[:, : len(indices)]
-        with steps.recording_states():
+        with steps.in_pass():
             compute(this.model_runner, model, batch_data)
 
     scheduler.add_waiting_request = add_waiting_request

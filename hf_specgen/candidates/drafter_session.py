@@ -17,6 +17,7 @@ from hf_specgen.candidates.level_draft import LevelDraft
 from hf_specgen.candidates.one_pass import one_pass_draft
 from hf_specgen.device_tree import EXPANSION_INDEX, DeviceTree
 from hf_specgen.drafter import Drafter, T
+from hf_specgen.linear_layers import FewTokenLayers
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult
 
@@ -43,6 +44,7 @@ class DrafterSession(DraftSession, Generic[T]):
     ):
         super().__init__(batch)
         self.drafter = drafter
+        self._linear_layers = FewTokenLayers(*drafter.modules)
         self.tokens_per_pass: Sequence[int] = []
         self._k = int(min(k, drafter.max_depth))
         self._tree_setting = tree
@@ -76,12 +78,14 @@ class DrafterSession(DraftSession, Generic[T]):
             return self._tree
         self.tokens_per_pass = uncached.tokens_per_pass
         if self.drafter.is_one_pass:
-            self._tree = one_pass_draft(self.batch, self.drafter, uncached, self._tree_setting)
+            with self._linear_layers.in_use():
+                self._tree = one_pass_draft(self.batch, self.drafter, uncached, self._tree_setting)
             return self._tree
         draft = LevelDraft(
             self.batch, self.drafter, uncached, self._k, self._tree_setting, self._threshold, self._estimator
         )
-        self._tree = draft.build()
+        with self._linear_layers.in_use():
+            self._tree = draft.build()
         self._expanded = draft.builder.num_expanded
         self.tokens_per_pass = [*uncached.tokens_per_pass, *draft.tokens_per_pass]
         return self._tree

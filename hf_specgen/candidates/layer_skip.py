@@ -115,6 +115,7 @@ class EarlyExitDrafter(Drafter[EarlyExitText]):
         self._batch = batch
         self._target = cast(EarlyExitTarget, batch.target)
         self._head = head
+        self.modules = () if head is None else (head,)
 
     def take_uncached(self, max_depths: Sequence[int]) -> EarlyExitText | None:
         """The last token of each row; None if no row drafts."""

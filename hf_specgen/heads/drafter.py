@@ -37,6 +37,7 @@ class HeadDrafter(Drafter[HeadText]):
     def __init__(self, bound: BoundHead, source: FeatureSource, batch: int):
         super().__init__()
         self.bound = bound
+        self.modules = (bound.head, bound.output_matrix)
         self.cache = RaggedCache()
         self.lengths = [0] * batch
         self.rows = list(range(batch))

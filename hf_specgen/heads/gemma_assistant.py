@@ -201,6 +201,7 @@ class AssistantDrafter(Drafter[StateText]):
     def __init__(self, bound: BoundHead, source: StateSource, target: Target):
         super().__init__()
         self.bound = bound
+        self.modules = (bound.head, bound.output_matrix)
         self._source = source
         self._target = target
         self._layers_read = source_layers(target.model.config)

@@ -179,6 +179,7 @@ class MedusaDrafter(Drafter[StateText]):
     def __init__(self, bound: BoundHead, source: StateSource, target: PreTrainedModel):
         super().__init__()
         self.bound = bound
+        self.modules = (bound.head, bound.output_matrix)
         self._head = cast(MedusaHeads, bound.head)
         self._source = source
         self._target = target

@@ -16,6 +16,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache
 from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.device_tree import Frontier, PassTree
+from hf_specgen.linear_layers import FewTokenLayers
 from hf_specgen.targets.attention import without_cudnn_attention
 from hf_specgen.targets.cache import padded_tokens
 from hf_specgen.targets.graphs import CallGraphs, graphs_of_call, is_captured
@@ -68,6 +69,7 @@ class Target:
         self.batch = len(prepared.input_ids)
         self._graphs = graphs_of_call(model, graphs) if graphs else None
         self._pass = ModelPass()
+        self._linear_layers = FewTokenLayers(model)
         self._config = decoder_config(model)
         self._inputs = CallInputs(prepared)
         self.first_positions = self._inputs.first_positions
@@ -246,7 +248,8 @@ class Target:
 
     def _eager_pass(self, module: nn.Module, step: _PassInputs) -> PassOutput:
         """A pass on the cache of the call."""
-        output = self._pass(module, self._arguments(step), self._model_cache)
+        with self._linear_layers.in_use():
+            output = self._pass(module, self._arguments(step), self._model_cache)
         self.cache.check_pass()
         return output
 

@@ -1,0 +1,314 @@
+"""Linear layers on a CPU: the fastest product for few tokens, and `prepacked` for weights in another layout.
+
+PyTorch's `linear` multiplies few tokens slowly on a CPU: a single token with one thread, a few by rearranging the whole
+weight matrix. Other products of the same factors take down to a third of the time. Which one is the fastest depends on
+the machine, the shape of the matrix and the number of tokens, so all are timed in turns in the first passes.
+
+Source: oneDNN's documentation, "Memory format propagation"; PyTorch's inductor prepacks weights by the same operators.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+MAX_TOKENS = 64  # for which a product is chosen; `linear` multiplies the tokens of a prompt well
+SAMPLES = 3  # times of each product until one is chosen, by the shortest; further times may change the choice
+CALLS_PER_TIME = 128
+"""Calls of layers of one shape of which one is timed after that: other programs may have delayed the first ones."""
+PREPACKED_TOKENS = 8  # tokens of a verification pass, for which prepacked weights have to be the fastest
+
+logger = logging.getLogger("hf_specgen")
+_lock = threading.Lock()
+
+
+class LinearLayer:
+    """The `forward` of a linear layer on a CPU, in place of that of its class.
+
+    Args:
+        module: an `nn.Linear` or `Conv1D`.
+        prepacked: its weights in oneDNN's layout; None if there is no such copy.
+    """
+
+    def __init__(self, module: nn.Module, prepacked: torch.Tensor | None = None):
+        self.module = module
+        self._prepacked = prepacked
+        self._weight = cast(nn.Parameter, module._parameters["weight"])
+        products: list[Product] = [LinearLayer.ordinary]
+        if prepacked is not None:
+            products.append(LinearLayer.prepacked)
+        if self._weight.dtype == torch.float32:
+            products += [LinearLayer.transposed, LinearLayer.onednn]
+        self.products = products
+        has_bias = module._parameters.get("bias") is not None
+        key = (type(module), self._weight.shape, self._weight.dtype, has_bias, torch.get_num_threads(), *products)
+        self._choices = _choices.setdefault(key, [_ProductChoice(products) for _ in range(MAX_TOKENS.bit_length())])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.numel() // max(1, x.shape[-1])
+        if not 0 < tokens <= MAX_TOKENS or not self._may_choose(x):
+            return self.ordinary(x)
+        # A choice for 1, 2, up to 4, up to 8, … tokens.
+        choice = self._choices[(tokens - 1).bit_length()]
+        product = choice.product()
+        return choice.timed(self, x) if product is None else product(self, x)
+
+    def _may_choose(self, x: torch.Tensor) -> bool:
+        """Whether other products than the ordinary one give the same result."""
+        is_same_weight = self.module._parameters.get("weight") is self._weight and x.dtype == self._weight.dtype
+        is_repeatable = torch.are_deterministic_algorithms_enabled()
+        needs_ordinary = torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or is_repeatable
+        return is_same_weight and not torch.is_grad_enabled() and not needs_ordinary
+
+    def ordinary(self, x: torch.Tensor) -> torch.Tensor:
+        """As the layer's class computes it."""
+        return cast(torch.Tensor, type(self.module).forward(self.module, x))
+
+    def transposed(self, x: torch.Tensor) -> torch.Tensor:
+        """The weights times the transposed input, transposed: BLAS libraries then stream the weights in all threads.
+
+        A single token is computed twice, since the product of a matrix and a vector takes one thread.
+        """
+        rows = x.reshape(-1, x.shape[-1])
+        tokens = len(rows)
+        factor = torch.cat((rows, rows)) if tokens == 1 else rows
+        product = torch.mm(_matrix(self.module), factor.t()).t()[:tokens].contiguous()
+        bias = self.module._parameters.get("bias")
+        return (product if bias is None else product.add_(bias)).view(*x.shape[:-1], -1)
+
+    def onednn(self, x: torch.Tensor) -> torch.Tensor:
+        """By oneDNN, from the weights as they are."""
+        return self._by_onednn(x, _matrix(self.module))
+
+    def prepacked(self, x: torch.Tensor) -> torch.Tensor:
+        """By oneDNN, from the copy of the weights in its layout."""
+        return self._by_onednn(x, cast(torch.Tensor, self._prepacked))
+
+    def _by_onednn(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        product = torch.ops.mkldnn._linear_pointwise.default
+        return cast(torch.Tensor, product(x, weight, self.module._parameters.get("bias"), "none", [], ""))
+
+    def __reduce__(self) -> Any:
+        """A model that is copied or pickled in a pass gets the ordinary `forward`."""
+        return getattr, (self.module, "forward")
+
+
+Product = Callable[[LinearLayer, torch.Tensor], torch.Tensor]
+
+
+class _ProductChoice:
+    """The fastest product of layers of one shape for some number of tokens.
+
+    The layers of a model take turns, so that their weights are not in the processor's cache when they are timed.
+    """
+
+    def __init__(self, products: Sequence[Product]):
+        self.fastest: Product | None = None
+        # Of each product how often it was timed (infinity: not to be used), and its shortest time.
+        self._times = dict.fromkeys(products, 0.0)
+        self._seconds = dict.fromkeys(products, inf)
+        self._calls = 0  # since the last one that was timed
+
+    def product(self) -> Product | None:
+        """The fastest product; None if the call is to be timed."""
+        self._calls += 1
+        return self.fastest if self._calls < CALLS_PER_TIME else None
+
+    def timed(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
+        """The layer's output, by the product that was timed the least often."""
+        self._calls = 0
+        product = min(self._times, key=self._times.__getitem__)
+        if not self._times[product] and product is not LinearLayer.ordinary:
+            # Its first use: the machine may not have this product, or compute something else.
+            expected = layer.ordinary(x)
+            if not expected.isfinite().all():  # nothing to compare with
+                return expected
+            if not _is_same(_output_or_none(product, layer, x), expected):
+                self._times[product] = inf  # it is never used
+                return expected
+        began = time.perf_counter()
+        output = product(layer, x)
+        self._seconds[product] = min(self._seconds[product], time.perf_counter() - began)
+        self._times[product] += 1
+        if min(self._times.values()) >= SAMPLES:
+            self.fastest = min(self._seconds, key=self._seconds.__getitem__)
+        return output
+
+
+_choices: dict[tuple[Any, ...], list[_ProductChoice]] = {}
+"""By the shape of layers, and all else that their products depend on, the choices for 1, 2, up to 4, … tokens."""
+
+
+def _output_or_none(product: Product, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor | None:
+    """The output of a layer by a product; None if the machine does not have it."""
+    try:
+        return product(layer, x)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _is_same(output: torch.Tensor | None, expected: torch.Tensor) -> bool:
+    """Whether two outputs differ by rounding alone, which is coarse in bfloat16."""
+    if output is None or output.shape != expected.shape:
+        return False
+    tolerance = 0.02 if expected.dtype == torch.bfloat16 else 1e-4
+    expected = expected.float()
+    return bool((output.float() - expected).norm() <= tolerance * expected.norm())
+
+
+class FewTokenLayers:
+    """The linear layers of modules, which in the context `in_use` multiply few tokens by the fastest product.
+
+    It works in float32 on a CPU; elsewhere the context does nothing. Results differ by rounding only, as they do
+    between numbers of tokens. With `torch.use_deterministic_algorithms(True)` all products are the ordinary ones.
+
+    Args:
+        modules: whose parts are layers to replace.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4))
+        >>> with torch.no_grad(), FewTokenLayers(model).in_use():
+        ...     outputs = model(torch.ones(1, 4))
+    """
+
+    def __init__(self, *modules: nn.Module):
+        parts = {part for module in modules for part in module.modules()}
+        self._layers = [LinearLayer(part) for part in parts if _is_replaceable(part, torch.float32)]
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """A context for forward passes of the modules. Other threads that run them meanwhile use the products too."""
+        try:
+            for layer in self._layers:
+                # An instance attribute, which hooks and `Module.__call__` use as they use the method of the class.
+                layer.module.__dict__.setdefault("forward", layer)
+            yield
+        finally:
+            _restore(self._layers)
+
+
+@contextmanager
+def prepacked(model: nn.Module) -> Iterator[None]:
+    """In this context the linear layers of a model use prepacked weights where these are faster, in any forward pass.
+
+    For plain `generate` as for speculative decoding. It works on a CPU in float32 and, with AVX-512, in bfloat16;
+    elsewhere it logs a warning and does nothing. Entering it copies and times the weights, which takes about a second
+    per GiB, so one block should hold many calls; the copies take the memory of the weights again until it ends. Results
+    differ by rounding only, as they do between batch sizes. Other threads that run the model meanwhile use the copies
+    too. The outermost of nested blocks decides.
+
+    The values of the weights must not be changed inside the block, as by training or by merging an adapter; the copies
+    would not follow.
+
+    Args:
+        model: any module with `nn.Linear` layers, or `Conv1D` layers as in GPT-2.
+
+    Raises:
+        TypeError: if it is no module.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4))
+        >>> with prepacked(model):
+        ...     outputs = model(torch.ones(1, 4))
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"prepacked takes a model, got {model!r}")
+    layers: list[LinearLayer] = []
+    try:
+        with _lock:
+            layers += [layer for group in _groups(model) for layer in _prepacked_layers(group)]
+            for layer in layers:
+                layer.module.__dict__["forward"] = layer
+        yield
+    finally:
+        _restore(layers)
+
+
+def _restore(layers: Sequence[LinearLayer]) -> None:
+    """Let layers compute as their class does, unless their `forward` is another one by now."""
+    for layer in layers:
+        if layer.module.__dict__.get("forward") is layer:
+            layer.module.__dict__.pop("forward", None)
+
+
+def _groups(model: nn.Module) -> list[list[nn.Module]]:
+    """The layers that can be prepacked, and are not, grouped by shape and dtype."""
+    groups: dict[tuple[Any, ...], list[nn.Module]] = {}
+    with_bfloat16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    dtypes = (torch.float32, torch.bfloat16) if with_bfloat16 else (torch.float32,)
+    for module in model.modules():
+        if _is_replaceable(module, *dtypes):
+            weight = _matrix(module)
+            groups.setdefault((*weight.shape, weight.dtype), []).append(module)
+    if not groups and not any(isinstance(one.forward, LinearLayer) for one in model.modules()):
+        logger.warning_once(  # type: ignore[attr-defined]  # of Transformers
+            f"prepacked() does nothing for {type(model).__name__}: it works with linear layers on a CPU, in float32 "
+            "or, with AVX-512, in bfloat16"
+        )
+    return list(groups.values())
+
+
+def _is_replaceable(module: nn.Module, *dtypes: torch.dtype) -> bool:
+    """Whether a module is a plain linear layer on a CPU in one of these dtypes, whose products are not chosen yet."""
+    if type(module) not in (nn.Linear, Conv1D) or not torch.backends.mkldnn.is_available():
+        return False
+    weight = module._parameters.get("weight")  # not there where pruning computes it anew in every pass
+    if type(weight) is not nn.Parameter or weight.device.type != "cpu" or weight.layout is not torch.strided:
+        return False
+    if weight.dtype not in dtypes or not weight.numel():
+        return False
+    # An instance `forward` belongs to somebody else, as of accelerate; in a copied model it is the class's own. One
+    # without prepacked weights is of a pass in another thread.
+    forward = module.forward
+    is_of_pass = isinstance(forward, LinearLayer) and forward._prepacked is None
+    return is_of_pass or forward == type(module).forward.__get__(module)
+
+
+def _matrix(module: nn.Module) -> torch.Tensor:
+    """The weights of a layer, `[outputs, inputs]`."""
+    weight = cast(torch.Tensor, module.weight).detach()
+    return weight.t() if type(module) is Conv1D else weight
+
+
+def _prepacked_layers(modules: Sequence[nn.Module]) -> list[LinearLayer]:
+    """Layers of one shape with prepacked weights; none if that is slower."""
+    weight = _matrix(modules[0])
+    key = (*weight.shape, weight.dtype, type(modules[0]), torch.get_num_threads())
+    if _is_prepacked_faster.get(key) is False:
+        return []
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+    copies = [reorder(_matrix(module).contiguous(), PREPACKED_TOKENS) for module in modules]
+    layers = [LinearLayer(module, copy) for module, copy in zip(modules, copies, strict=True)]
+    if key not in _is_prepacked_faster:
+        _is_prepacked_faster[key] = _is_faster(layers)
+    return layers if _is_prepacked_faster[key] else []
+
+
+_is_prepacked_faster: dict[tuple[Any, ...], bool] = {}
+"""By shape, dtype and number of threads, whether prepacked weights were faster than the others."""
+
+
+@torch.no_grad()
+def _is_faster(layers: Sequence[LinearLayer]) -> bool:
+    """Whether prepacked weights are the fastest for layers of one shape, and compute the same."""
+    layers = layers[:8]  # several, since the weights of a whole model do not stay in the processor's cache
+    weight = _matrix(layers[0].module)
+    x = torch.linspace(-1, 1, PREPACKED_TOKENS * weight.shape[1], dtype=weight.dtype).view(PREPACKED_TOKENS, -1)
+    best = dict.fromkeys(layers[0].products, float("inf"))
+    for _ in range(4):
+        for product in best:
+            began = time.perf_counter()
+            for layer in layers:
+                product(layer, x)
+            best[product] = min(best[product], time.perf_counter() - began)
+    is_same = _is_same(layers[0].prepacked(x), layers[0].ordinary(x))
+    return is_same and min(best, key=best.__getitem__) is LinearLayer.prepacked

@@ -1,0 +1,374 @@
+"""Products of few tokens, and `prepacked`: the results of ordinary layers, and a model that is as before afterwards."""
+
+import copy
+import itertools
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from transformers.pytorch_utils import Conv1D
+
+from hf_specgen import NgramCandidates, prepacked
+from hf_specgen.linear_layers import CALLS_PER_TIME, SAMPLES, FewTokenLayers, LinearLayer
+from tests.helpers import assert_same_tokens, fresh_model, prompts
+from tests.helpers.interrupts import interrupted_at_each_line
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+
+
+class Clock:
+    """A clock on which each reading takes a second, and products change how long their call takes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: float):
+        """`seconds` by product: `mm` and `onednn`; ordinary ones take a second."""
+        self.seconds = {"mm": 1.5, "onednn": 1.5, **seconds}
+        self.calls = Counter[str]()
+        self._now = 0.0
+        monkeypatch.setattr(torch, "mm", self._timed("mm", torch.mm))
+        onednn = torch.ops.mkldnn._linear_pointwise.default
+        monkeypatch.setattr(torch.ops.mkldnn._linear_pointwise, "default", self._timed("onednn", onednn))
+        monkeypatch.setattr(time, "perf_counter", self._read)
+        threads = next(numbers)  # what was chosen before is not used again
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+
+    def _timed(self, name: str, product: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            self._now += self.seconds[name] - 1
+            self.calls[name] += 1
+            return product(*arguments)
+
+        return timed
+
+    def _read(self) -> float:
+        self._now += 1
+        return self._now
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """On a machine where prepacked weights are faster: how many tokens each product with them has, in a module."""
+    tokens, modules = list[int](), threading.local()
+    Clock(monkeypatch, onednn=0.9)
+    product = torch.ops.mkldnn._linear_pointwise.default
+
+    def counting(x: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        if getattr(modules, "running", 0) and weight.is_mkldnn:
+            tokens.append(x.numel() // x.shape[-1])
+        return product(x, weight, *arguments)
+
+    def count(change: int) -> Callable[..., None]:
+        return lambda *_: setattr(modules, "running", getattr(modules, "running", 0) + change)
+
+    monkeypatch.setattr(torch.ops.mkldnn._linear_pointwise, "default", counting)
+    hooks = [register_module_forward_pre_hook(count(1)), register_module_forward_hook(count(-1), always_call=True)]
+    yield tokens
+    for hook in hooks:
+        hook.remove()
+
+
+def settle(model: nn.Module, x: torch.Tensor) -> None:
+    """Call a model until the products of its layers have been chosen for this number of tokens."""
+    for _ in range(4 * SAMPLES):
+        model(x)
+
+
+numbers = itertools.count(1000)
+
+
+def attributes(model: nn.Module) -> list[tuple[str, ...]]:
+    return [tuple(vars(module)) for module in model.modules()]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layer", [nn.Linear(24, 40), nn.Linear(24, 40, bias=False), Conv1D(40, 24)], ids=str)
+def test_prepacked_layer_same_results(layer: nn.Module, dtype: torch.dtype, products: list[int]) -> None:
+    """Would catch: a transposed matrix or a lost bias."""
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN multiplies bfloat16 with AVX-512 only")
+    model = nn.Sequential(copy.deepcopy(layer)).to(dtype)
+    x = torch.randn(2, 3, 24, dtype=dtype)
+    expected = model(x)
+    with prepacked(model):
+        settle(model, x)
+        products.clear()
+        torch.testing.assert_close(model(x), expected, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
+    assert products == [6]
+    assert torch.equal(model(x), expected) and products == [6]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_prepacked_speculative_call_same_tokens_as_plain_in_the_block(architecture: str, products: list[int]) -> None:
+    """Would catch: a speculative call that uses the prepacked weights and a plain one that does not."""
+    model = fresh_model(architecture)
+    with prepacked(model):
+        assert_same_tokens(model, prompts(2), NgramCandidates(k=4), max_new_tokens=16)
+    assert products
+
+
+def test_prepacked_model_is_restored_after_an_exception(products: list[int]) -> None:
+    """Would catch: a model that keeps the copies of its weights after a failed call."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    before = attributes(model)
+    with pytest.raises(KeyError), prepacked(model):
+        assert attributes(model) != before
+        raise KeyError
+    assert attributes(model) == before
+
+
+def test_prepacked_model_is_restored_after_ctrl_c_at_any_line(products: list[int]) -> None:
+    """Would catch: layers that were replaced before there was anything to restore them."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    before = attributes(model)
+
+    def work() -> None:
+        with prepacked(model):
+            model(torch.ones(1, 8))
+
+    for line in interrupted_at_each_line(prepacked, work):
+        assert attributes(model) == before, line
+
+
+@torch.no_grad()
+def test_nested_blocks_and_threads_last_until_the_outermost_ends(products: list[int]) -> None:
+    """Would catch: an inner block that restores the layers of the outer one."""
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.ones(1, 8)
+
+    def nested(_: int) -> None:
+        with prepacked(model), torch.no_grad():
+            model(x)
+
+    with prepacked(model):
+        settle(model, x)
+        products.clear()
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(nested, range(4)))
+        model(x)
+    assert len(products) == 5 and "forward" not in vars(model[0])
+
+
+@torch.no_grad()
+def test_shared_weights_are_prepacked_and_embeddings_are_untouched(products: list[int]) -> None:
+    """Would catch: an output matrix left out because it is the embedding's, or replaced for the embedding too."""
+    embedding, first, second = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False), nn.Linear(8, 16, bias=False)
+    first.weight = second.weight = embedding.weight
+    model = nn.ModuleList([embedding, first, second, first])
+    with prepacked(model):
+        settle(first, embedding.weight[3:4])
+        for layer in (first, second):
+            torch.testing.assert_close(layer(embedding.weight[3:4]), embedding.weight[3:4] @ first.weight.T)
+    assert products
+
+
+def test_hooks_gradients_autocast_copies_and_replaced_weights(products: list[int]) -> None:
+    """Would catch: prepacked weights where their result has no gradient, another dtype, or other weights."""
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.ones(1, 8)
+    with prepacked(model):
+        with torch.no_grad():
+            settle(model, x)
+        products.clear()
+        model(x).sum().backward()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert model(x).dtype == torch.bfloat16
+        with torch.no_grad():
+            copied = copy.deepcopy(model)
+            copied[0].weight.zero_()
+            assert torch.equal(copied(x)[0], copied[0].bias)
+            assert not products
+            seen: list[Any] = []
+            model[0].register_forward_hook(lambda *given: seen.append(given))
+            model(x)
+            assert len(products) == len(seen) == 1
+            model[0].weight = nn.Parameter(torch.zeros(8, 8))
+            assert torch.equal(model(x)[0], model[0].bias)
+    assert model[0].weight.grad is None and "forward" not in vars(model[0])
+
+
+def test_prepacking_that_is_slower_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: prepacked weights that are used although they were timed to be slower."""
+    Clock(monkeypatch, onednn=1.1)
+    model = nn.Sequential(nn.Linear(8, 8))
+    before = attributes(model)
+    with prepacked(model):
+        assert attributes(model) == before
+
+
+def test_layers_that_cannot_be_prepacked_are_left_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Would catch: weights of a dtype that oneDNN does not multiply, a silent block, or a warning for each block."""
+    model = nn.Sequential(nn.Linear(8, 8)).double()
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
+    with caplog.at_level(logging.WARNING, "hf_specgen"):
+        for _ in range(2):
+            with prepacked(model):
+                assert "forward" not in vars(model[0])
+    assert len([one for one in caplog.records if "prepacked() does nothing" in one.message]) == 1
+
+
+LAYERS = [nn.Linear(24, 40), nn.Linear(24, 40, bias=False), Conv1D(40, 24)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 1), (2, 4), (1, 64)])
+@pytest.mark.parametrize("product", [LinearLayer.transposed, LinearLayer.onednn])
+def test_products_same_results_as_the_layer(layer: nn.Module, shape: tuple[int, int], product: Any) -> None:
+    """Would catch: a transposed result, rows in another order, a lost bias, the second copy of a single token."""
+    x = torch.randn(*shape, 24)
+    output = product(LinearLayer(layer), x)
+    torch.testing.assert_close(output, layer(x), atol=1e-5, rtol=1e-5)
+    assert output.is_contiguous()
+    if isinstance(layer, Conv1D):  # which takes no other strides
+        return
+    strided = torch.randn(24, shape[1], shape[0]).permute(2, 1, 0)
+    torch.testing.assert_close(product(LinearLayer(layer), strided), layer(strided), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seconds", [{"mm": 0.5}, {"onednn": 0.5}, {}], ids=str)
+def test_fastest_product_is_used_after_a_few_times_of_each(
+    seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: a slower product that stays, times of one number of tokens for others, endless timing."""
+    clock = Clock(monkeypatch, **seconds)
+    model = nn.Sequential(nn.Linear(8, 8))
+    with FewTokenLayers(model).in_use():
+        settle(model, torch.ones(1, 4, 8))
+        clock.calls.clear()
+        for _ in range(20):
+            model(torch.ones(1, 3, 8))
+    assert clock.calls == dict.fromkeys(seconds, 20)
+    model(torch.ones(1, 3, 8))
+    assert clock.calls == dict.fromkeys(seconds, 20), "outside of the context"
+    with FewTokenLayers(model).in_use():
+        model(torch.ones(1, 65, 8))
+        assert clock.calls == dict.fromkeys(seconds, 20), "of many tokens"
+        model(torch.ones(1, 16, 8))
+        settle(model, torch.ones(1, 16, 8))
+    assert clock.calls["mm"] >= SAMPLES and clock.calls["onednn"] >= SAMPLES
+
+
+@torch.no_grad()
+def test_product_that_was_slow_at_first_is_chosen_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a choice for ever, from the times of a moment when other programs delayed a product."""
+    clock = Clock(monkeypatch)
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.ones(1, 8)
+    with FewTokenLayers(model).in_use():
+        settle(model, x)
+        clock.calls.clear()
+        model(x)
+        assert not clock.calls
+        clock.seconds["mm"] = 0.5
+        for _ in range(4 * CALLS_PER_TIME):
+            model(x)
+        clock.calls.clear()
+        model(x)
+    assert clock.calls == {"mm": 1}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fault", ["raises", "other values"])
+def test_product_that_a_machine_lacks_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: wrong results of a library, or a call that ends where the library has no such operator."""
+    Clock(monkeypatch)
+    calls = Counter[str]()
+
+    def broken(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+        calls["broken"] += 1
+        if fault == "raises":
+            raise NotImplementedError
+        return x @ weight.T * 1.01
+
+    monkeypatch.setattr(torch.ops.mkldnn._linear_pointwise, "default", broken)
+    model, x = nn.Sequential(nn.Linear(8, 8, bias=False)), torch.ones(2, 8)
+    expected = model(x)
+    with FewTokenLayers(model).in_use():
+        for _ in range(2 * CALLS_PER_TIME):
+            assert torch.allclose(model(x), expected, atol=1e-5)
+    assert calls["broken"] == 1
+
+
+def test_products_are_ordinary_where_others_do_not_apply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a lost gradient, another dtype, old weights, or results of a moment in a repeatable mode."""
+    clock = Clock(monkeypatch, mm=0.5)
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.ones(1, 8)
+    others = nn.Sequential(nn.Linear(8, 8)).double()
+    with FewTokenLayers(model, others).in_use():
+        with torch.no_grad():
+            settle(model, x)
+            others(x.double())
+        clock.calls.clear()
+        model(x).sum().backward()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert model(x).dtype == torch.bfloat16
+        with torch.no_grad():
+            torch.use_deterministic_algorithms(True)
+            try:
+                model(x)
+            finally:
+                torch.use_deterministic_algorithms(False)
+            model[0].weight = nn.Parameter(torch.zeros(8, 8))
+            assert torch.equal(model(x)[0], model[0].bias)
+            copied = copy.deepcopy(model)
+            copied[0].weight.zero_()
+            assert torch.equal(copied(x)[0], copied[0].bias)
+    assert not clock.calls
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("seconds", [{"mm": 0.5}, {"onednn": 0.5}], ids=str)
+def test_speculative_call_with_other_products_same_tokens(
+    architecture: str, seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: passes that do not use the products, and a model that is not as before between them."""
+    clock = Clock(monkeypatch, **seconds)
+    model = fresh_model(architecture)
+    before = attributes(model)
+    states: list[bool] = []
+
+    def look(input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        states.append(attributes(model) == before)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    assert_same_tokens(model, prompts(2), NgramCandidates(k=4), max_new_tokens=24, stopping_criteria=[look])
+    assert states and all(states) and clock.calls[next(iter(seconds))] > 10
+
+
+def test_layers_are_restored_after_ctrl_c_at_any_line() -> None:
+    """Would catch: layers that were replaced before there was anything to restore them."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    before = attributes(model)
+    layers = FewTokenLayers(model)
+
+    def work() -> None:
+        with layers.in_use():
+            model(torch.ones(1, 8))
+
+    for line in interrupted_at_each_line(FewTokenLayers.in_use, work):
+        assert attributes(model) == before, line
+
+
+def test_threads_and_prepacked_weights_do_not_remove_layers_of_each_other(products: list[int]) -> None:
+    """Would catch: prepacked weights that are left out since another thread is in a pass, or removed when it ends."""
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.ones(1, 8)
+    with FewTokenLayers(model).in_use():
+        first = vars(model[0])["forward"]
+        with FewTokenLayers(model).in_use():
+            assert vars(model[0])["forward"] is first
+        assert vars(model[0])["forward"] is first
+        block = prepacked(model)
+        block.__enter__()
+    with torch.no_grad():
+        settle(model, x)
+    assert products
+    with FewTokenLayers(model).in_use():
+        assert vars(model[0])["forward"] is not first
+    block.__exit__(None, None, None)
+    assert "forward" not in vars(model[0])
