@@ -7,8 +7,13 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.candidate_generator import (
+    AssistedCandidateGenerator,
+    AssistedCandidateGeneratorDifferentTokenizers,
+    CandidateGenerator,
+)
 
+from hf_specgen import compat
 from hf_specgen.call_statistics import Statistics
 from hf_specgen.candidates.base import Candidates, DraftSession
 from hf_specgen.candidates.draft_batch import DraftBatch
@@ -72,6 +77,7 @@ class _TransformersSession(DraftSession):
         self._proposed = 0  # by the last call of the generator
         self._matched = 0  # of these the ones that had been generated before
         self._drafted = False
+        self._drafted_text: list[int] = []  # prompt, generated tokens and candidates of the last call of the generator
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         self._drafted = max_depths[0] > 0
@@ -82,8 +88,7 @@ class _TransformersSession(DraftSession):
         self._matched = 0
         if self._is_first:
             self._is_first = False
-            pairs = zip(candidates, generated, strict=False)
-            self._matched = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            self._matched = _common_length(candidates, generated)
             if self._matched < len(generated):
                 self._report(self._matched)
                 self._matched = 0
@@ -93,13 +98,34 @@ class _TransformersSession(DraftSession):
     def _candidates(self, generated: list[int]) -> list[int]:
         """What the generator proposes after the prompt and these tokens."""
         text = self._text(generated)
+        self._drop_stale_states(text[0].tolist())
         candidates: Any = self._generator.get_candidates(text)[0]  # type: ignore[arg-type]
         if getattr(candidates, "ndim", 0) != 2 or len(candidates) != 1:
             name = self.batch.call.drafting.name
             raise ValueError(f"get_candidates of {name} must return ids [1, length] and scores, got {candidates!r:.80}")
         tokens: list[int] = candidates[0, text.shape[1] :].tolist()
         self._proposed = len(tokens)
+        self._drafted_text = candidates[0].tolist()
         return tokens
+
+    def _drop_stale_states(self, text: list[int]) -> None:
+        """Drop the keys and values of rejected draft tokens from the cache of an assistant.
+
+        The generator keeps as many states as the text has tokens before the last two, which is right if a draft and one
+        token follow the last draft, as in Transformers' loop. After plain steps, those of rejected draft tokens are
+        among them.
+        """
+        generator = self._generator
+        if not isinstance(generator, AssistedCandidateGenerator):
+            return
+        if isinstance(generator, AssistedCandidateGeneratorDifferentTokenizers):  # its cache has other tokens
+            return
+        cache: Any = generator.assistant_kwargs.get(compat.CACHE)
+        valid = _common_length(self._drafted_text, text)
+        if cache is None or valid >= len(text) - 2:
+            return
+        if (stale := cache.get_seq_length() - valid) > 0:
+            cache.crop(-stale)
 
     def observe(self, result: VerificationResult) -> None:
         if self._drafted:
@@ -114,3 +140,9 @@ class _TransformersSession(DraftSession):
     def _text(self, generated: list[int]) -> torch.Tensor:
         """`[1, tokens]` the prompt and these tokens."""
         return torch.tensor([self.batch.state.prompts[0] + generated], device=self.batch.device)
+
+
+def _common_length(tokens: list[int], others: list[int]) -> int:
+    """How many tokens two lists have in common from their beginning on."""
+    pairs = zip(tokens, others, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -9,7 +9,14 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+)
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 
 import hf_specgen
@@ -35,6 +42,7 @@ from tests.helpers.comparison import seed
 from tests.helpers.head_fixtures import FIXTURES
 from tests.helpers.medusa import random_heads
 from tests.helpers.paths import BENCHMARK_ASSETS, HEAD_FIXTURES
+from tests.helpers.policies import Pattern
 
 # Another default device
 
@@ -207,6 +215,32 @@ def test_assisted_generator_as_transformers_builds_it_same_tokens(schedule: str)
     output = model.generate(**inputs, max_new_tokens=20, candidate_generator=generator, return_dict_in_generate=True)
     assert torch.equal(output.sequences, model.generate(**inputs, max_new_tokens=20))
     assert output.speculation.accepted > 0
+
+
+def test_assisted_generator_after_plain_steps_drafts_from_the_text_alone() -> None:
+    """Would catch: keys and values of rejected draft tokens that plain steps leave in the cache of the assistant."""
+    model, inputs = tiny_model("llama"), prompts(1)
+    assistant = perturbed_copy(model, 0.3)  # most of its draft tokens are rejected
+    config = GenerationConfig(min_length=0, max_length=60, pad_token_id=0, do_sample=False)
+    fixed = {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant"}
+    assistant.generation_config.update(**fixed, assistant_confidence_threshold=0)
+    drafts = list[tuple[torch.Tensor, torch.Tensor]]()
+
+    class Recorded(AssistedCandidateGenerator):
+        def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+            candidates = super().get_candidates(input_ids, **kwargs)  # type: ignore[arg-type]
+            drafts.append((input_ids, candidates[0]))
+            return candidates
+
+    arguments: Any = (assistant, config, {"attention_mask": inputs["attention_mask"]})
+    generator = Recorded(inputs["input_ids"], *arguments)
+    for _ in range(2):  # the second call begins with the cache of the first one
+        output = model.generate(**inputs, max_new_tokens=40, candidate_generator=generator, policy=Pattern(5, 0, 0, 0))
+        assert torch.equal(output, model.generate(**inputs, max_new_tokens=40))
+    assert len(drafts) > 10
+    for text, candidates in drafts:
+        new = AssistedCandidateGenerator(text, assistant, config, {"attention_mask": torch.ones_like(text)})
+        assert torch.equal(new.get_candidates(text)[0], candidates)
 
 
 # `AutoCandidates`: every format leads to its strategy, and every other folder to a reason
