@@ -104,19 +104,8 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
     run = _run.get() or _run_of({}, attachment and attachment.of_thread(model))
     settings = None if run.is_plain else run.settings
     if settings is not None:
-        # Transformers would choose asynchronous steps and CUDA graphs by itself: here only if the config requests them.
-        config = arguments.get("continuous_batching_config") or ContinuousBatchingConfig()
-        is_async = config.use_async_batching or False
-        config = replace(config, use_async_batching=is_async, use_cuda_graph=config.use_cuda_graph or False)
-        settings = settings.for_model(compat.unwrapped(model))
-        if reason := _unsupported_reason(settings, model, arguments.get("generation_config"), config):
-            run.report_plain(reason)
-            run.is_plain = True
-            settings = None
-        else:
-            policy = _packed_step_policy(settings.policy, compat.unwrapped(model))
-            settings = replace(settings, policy=policy, compile=False)
-            arguments["continuous_batching_config"] = config
+        with compat.default_device():  # whatever that of the program is; the thread that runs the steps has none
+            settings = _settings_of_manager(run, settings, model, arguments)
     manager = original(model, **arguments)
 
     def make_steps(manager: Any, processor: Any) -> PackedSteps | None:
@@ -124,6 +113,27 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
 
     transformers_batching.on_batch_processor(manager, make_steps)
     return manager
+
+
+def _settings_of_manager(
+    run: ContinuousBatchingRun, settings: Settings, model: Any, arguments: dict[str, Any]
+) -> Settings | None:
+    """The settings of a manager that speculates; None, and a report to the run, if it cannot.
+
+    The `continuous_batching_config` among the arguments of `init_continuous_batching` is replaced.
+    """
+    # Transformers would choose asynchronous steps and CUDA graphs by itself: here only if the config requests them.
+    config = arguments.get("continuous_batching_config") or ContinuousBatchingConfig()
+    is_async = config.use_async_batching or False
+    config = replace(config, use_async_batching=is_async, use_cuda_graph=config.use_cuda_graph or False)
+    settings = settings.for_model(compat.unwrapped(model))
+    if reason := _unsupported_reason(settings, model, arguments.get("generation_config"), config):
+        run.report_plain(reason)
+        run.is_plain = True
+        return None
+    arguments["continuous_batching_config"] = config
+    policy = _packed_step_policy(settings.policy, compat.unwrapped(model))
+    return replace(settings, policy=policy, compile=False)
 
 
 def _packed_step_policy(policy: Policy, model: Any) -> Policy:

@@ -118,7 +118,7 @@ def generate_many(
     settings = _checked_settings(candidate_generator, arguments)
     if seed is None:
         # Greedy calls leave the global generator as it is, like plain `generate`.
-        seed = int(torch.randint(2**31, ())) if setting_of(model, arguments, "do_sample") else 0
+        seed = int(torch.randint(2**31, (), device="cpu")) if setting_of(model, arguments, "do_sample") else 0
     batch = _Batch(model, settings)
     calls = prefilled_calls(model, prompts, batch.shared, seed, streamer, arguments)
     completions = batch.run(calls, max_rows)

@@ -49,9 +49,9 @@ def measure_cost_curve(
     limit = getattr(config, "max_position_embeddings", None) or 2**31
     if context + queries[-1] > limit:
         raise ValueError(f"context {context} and {queries[-1]} queries need more than the model's {limit} positions")
-    tokens = torch.randint(config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
     times: dict[int, list[float]] = {q: [] for q in queries}
-    with torch.no_grad():
+    with torch.no_grad(), compat.default_device():
+        tokens = torch.randint(config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
         target = prefilled_target(model, tokens)
         for repeat in tqdm(range(repeats + 1), f"batch size {batch}", disable=not progress_bar, unit="round"):
             for q in queries:
@@ -100,7 +100,7 @@ def measure_latency(
     settings = {"policy": FixedDepth(4), "max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
     for count in rows:
         drafters = {ANY_DRAFTER: DraftLatency()}
-        ids = torch.arange(8).repeat(count, 4).to(compat.input_device(model))
+        ids = torch.arange(8, device=compat.input_device(model)).repeat(count, 4)
         arguments = {"attention_mask": torch.ones_like(ids), **settings}
         for candidates in strategies:
             if not candidates.negligible_draft_cost:

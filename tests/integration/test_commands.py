@@ -164,7 +164,9 @@ def test_export_command_writes_a_head_that_loads_alike(name: str, to: str, tmp_p
 def test_measure_latency_has_the_drafters_that_run_a_network() -> None:
     """Would catch: n-grams timed as a network, a drafter left out, or one bucket for all numbers of rows."""
     model = tiny_model("llama")
-    latency = measure_latency(model, [NgramCandidates(), DraftModelCandidates(model, k=3)], rows=[1, 2], context=30)
+    strategies = [NgramCandidates(), DraftModelCandidates(model, k=3)]
+    with torch.device("meta"):  # the default device of a program, on which nothing can be read
+        latency = measure_latency(model, strategies, rows=[1, 2], context=30)
     assert [(one.target.batch, one.target.context) for one in latency.buckets] == [(1, 30), (2, 30)]
     for one in latency.buckets:
         assert set(one.drafters) == {"any", "draft_model"} and one.drafters["draft_model"].seconds[0] > 0

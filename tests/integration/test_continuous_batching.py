@@ -85,6 +85,17 @@ def test_sampled_requests_same_tokens_as_alone_with_their_seed(strategy: str, pe
     assert only == expected[3:4]
 
 
+@pytest.mark.parametrize("strategy", ["eagle trees", "adaptive"])
+def test_default_device_of_the_program_same_tokens(strategy: str, reference_model: Any) -> None:
+    """Would catch: a head, or the passes that measure latencies, on the device of `torch.set_default_device`."""
+    candidates = NgramCandidates(policy=AdaptiveDepth()) if strategy == "adaptive" else HEADS[strategy]()
+    prompts = requests(3)
+    plain = run(reference_model, prompts)
+    with torch.device("meta"):  # on which nothing can be read
+        assert run(reference_model, prompts, candidate_generator=candidates) == plain
+    assert candidates.speculation.emitted > 0
+
+
 def test_logprobs_are_those_of_plain_decoding() -> None:
     """Would catch: log-probabilities of rejected nodes, or fewer of them than tokens."""
     model, prompts = tiny_model("llama"), requests(6)

@@ -80,6 +80,7 @@ def test_default_device_of_the_program_same_tokens(strategy: str, sampling: str)
             seed(3)
             assert torch.equal(model.generate(**inputs, **arguments, candidate_generator=candidates), plain)
         assert [answer.tokens for answer in generate_many(model, rows, candidates, **many)] == expected
+        assert len(list(generate_many(model, rows, candidates, **{**many, "seed": None}))) == 3
 
 
 # Installation
