@@ -37,10 +37,14 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from arguments import Arguments, deferred_signals, differences
 from conversations import IGNORED, Batch, Row, collate
 from hf_specgen.cli.generate import write_rows
+from hf_specgen.heads.source import Source
 from hf_specgen.targets.model_parts import decoder, decoder_layers, final_norm, keeps_state, output_logits
 
 ROWS_PER_FILE = 64
 INDEX, ROWS, SHARED = "index.json", "rows", "shared.safetensors"
+WEIGHT_FILES = (".safetensors", ".bin", ".gguf", ".pt")
+SAMPLES, SAMPLE_BYTES = 1024, 4096
+"""Parts of a file of weights by which two trainings are distinguished: all of a small one, every few MB of a shard."""
 
 
 class States(NamedTuple):
@@ -61,6 +65,35 @@ def load_target(args: Arguments) -> PreTrainedModel:
             fully_shard(layer)
     is_placed = {"device_map", "quantization_config"} & kwargs.keys()
     return cast(PreTrainedModel, target if is_placed else target.to(args.device))
+
+
+def weights_version(target: str, revision: str = "main") -> str:
+    """What changes with the weights of a target: the commit of a repository of the Hub, or a digest of a folder."""
+    folder = Path(target)
+    if not folder.is_dir():
+        source = Source(target, revision)
+        config = source.file("config.json") or source.file("adapter_config.json")
+        return config.parent.name if config else ""  # the cache has a folder for each commit
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_FILES):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for number in range(SAMPLES):
+                file.seek(size * number // SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def description_of_target(args: Arguments) -> dict[str, Any]:
+    """What of a target its hidden states depend on."""
+    version = weights_version(args.target, revision_of(args))
+    return {"target": args.target, "target_weights": version, "bf16": args.bf16}
+
+
+def revision_of(args: Arguments) -> str:
+    """The revision of the Hub that the target is loaded from."""
+    return str(args.target_kwargs.get("revision") or "main")
 
 
 @torch.no_grad()
@@ -135,7 +168,7 @@ def stored_states(args: Arguments, drafter: Any, name: str, content: Any, make_r
     """
     folder, state = Path(str(args.features)) / name, PartialState()
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    description = {"target": args.target, "bf16": args.bf16, "layers": list(drafter.layers), "tokens": digest}
+    description = description_of_target(args) | {"layers": list(drafter.layers), "tokens": digest}
     if is_stored(folder, description):
         return StoredStates(folder)
     rows, shared = make_rows(), _shared_tensors(drafter.target, drafter.copied)
@@ -212,7 +245,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def target_without_layers(args: Arguments) -> PreTrainedModel:
     """The target with what a folder of states has of it; its other parameters are on the device "meta"."""
     with torch.device("meta"):
-        target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.target))
+        target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.target, revision=revision_of(args)))
     for name, tensor in load_file(Path(str(args.features)) / "train" / SHARED).items():
         set_module_tensor_to_device(target, name, args.device, tensor, dtype=tensor.dtype)
     return cast(PreTrainedModel, target.requires_grad_(False).eval())

@@ -41,7 +41,15 @@ from hf_specgen import AutoCandidates, FixedDepth, NgramCandidates
 from hf_specgen.cli.generate import write_rows
 from hf_specgen.heads.source import source_errors
 from hf_specgen.targets.model_parts import output_matrix
-from target import StoredStates, check_target, is_stored, load_target, stored_states, target_without_layers
+from target import (
+    StoredStates,
+    check_target,
+    description_of_target,
+    is_stored,
+    load_target,
+    stored_states,
+    target_without_layers,
+)
 
 RUN = "run.json"  # file in the output folder: the arguments that decide the result
 RESULTS = ("README.md", "config.json", "adapter_config.json", "model.safetensors")
@@ -66,7 +74,9 @@ def run(
     source, prompts = read_data(args)
     needs_answers = bool(prompts) and not args.dry_run and (args.eval_strategy != "no" or args.simulate)
     folders = [Path(args.features or "") / name for name in ("train", "evaluation")[: 1 + needs_answers]]
-    is_complete = args.features is not None and all(map(is_stored, folders))
+    # Refuses states of a target that has been overwritten before its architecture or weights are used.
+    described = description_of_target(args) if args.features else {}
+    is_complete = args.features is not None and all(is_stored(folder, described) for folder in folders)
     target = target_without_layers(args) if is_complete else load_target(args)
     if not is_complete:
         check_target(target, args.packing)
@@ -95,7 +105,7 @@ def run(
     if args.dry_run:
         return trainer.dry_run(sizes)
     if PartialState().is_main_process:
-        write_rows(Path(args.output_dir) / RUN, [args.own_values()])
+        write_rows(Path(args.output_dir) / RUN, [recorded_values(args)])
     trainer.train_until_stopped(last_checkpoint(args) if args.resume else None)
     finish(recipe, trainer, data, chat, prompts)
     return None
@@ -118,7 +128,7 @@ def check_arguments(args: Arguments) -> None:
     folder = Path(args.output_dir)
     checkpoint, record = last_checkpoint(args), folder / RUN
     if args.resume and checkpoint and record.exists():
-        now = {name: value for name, value in args.own_values().items() if name not in LENGTHENED}
+        now = {name: value for name, value in recorded_values(args).items() if name not in LENGTHENED}
         if changed := differences(json.loads(record.read_text(encoding="utf-8")), now):
             raise ValueError(
                 f"{folder} has a run with {changed}; resume it with the same settings, or give another --output"
@@ -153,6 +163,11 @@ def check_arguments(args: Arguments) -> None:
     if args.streaming and (args.features or args.packing or args.max_steps < 1):
         raise ValueError("streaming needs max_steps, and cannot be combined with features or packing")
     args.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]  # streamed batches differ in width
+
+
+def recorded_values(args: Arguments) -> dict[str, Any]:
+    """What must not change when a run is resumed: the arguments that decide the result, and the target's weights."""
+    return args.own_values() | {"target_weights": description_of_target(args)["target_weights"]}
 
 
 def with_resume(args: Arguments) -> str:

@@ -28,6 +28,7 @@ from hf_specgen.cli.generate import write_rows
 from hf_specgen.cli.settings import TrainSettings
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.measure import Comparison, Variant, measure_call
+from target import weights_version
 
 SCRIPTS = {"eagle3": "train_eagle", "layer-skip": "train_layer_skip"}
 """Recipes whose names are not those of the kind."""
@@ -77,15 +78,20 @@ class Training:
         chosen = {
             name: str(value) for name, value in asdict(self.settings).items() if name not in ("dry_run", "output")
         }
+        chosen["model_weights"] = weights_version(self.settings.model)
         file = self.work / "plan.json"
         if not file.exists():
             return self.keep({"settings": chosen, "trained": False, **self.measured_plan()})
         plan: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if changed := differences(plan["settings"], chosen):
-            raise ValueError(
-                f"{self.work} has a run with {changed}; give another --output, or delete that folder. "
-                f"To keep its answers, first copy {self.data.name} of that folder into one called like the new "
+            remedy = (
+                f". To keep its answers, first copy {self.data.name} of that folder into one called like the new "
                 "--output and -work"
+            )
+            if differences(plan["settings"], {"model_weights": chosen["model_weights"]}):
+                remedy = ""  # they are the answers of other weights
+            raise ValueError(
+                f"{self.work} has a run with {changed}; give another --output, or delete that folder{remedy}"
             )
         return plan
 

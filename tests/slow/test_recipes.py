@@ -177,21 +177,34 @@ def test_states_on_disk_give_the_same_losses_without_the_target(
         recipe.main(arguments(folder, str(tmp_path / "other"), *more, *features, "--max-length", "20"))
 
 
-def test_interrupted_states_of_a_target_with_new_weights_are_refused(folder: Path, tmp_path: Path) -> None:
-    """Would catch: states of two targets in one folder, after the folder of the target was overwritten."""
-    target = shutil.copytree(folder / "target", tmp_path / "target")
+def test_interrupted_states_of_a_target_that_is_loaded_otherwise_are_refused(folder: Path, tmp_path: Path) -> None:
+    """Would catch: states of two targets in one folder, of which the second was loaded with rounded weights."""
     index = tmp_path / "states" / "train" / "index.json"
-    more = ["--target", str(target), "--features", str(tmp_path / "states")]
+    more = ["--features", str(tmp_path / "states")]
     train_eagle.main(arguments(folder, str(tmp_path / "first"), *HEAD, *more))
     index.write_text(json.dumps({**json.loads(index.read_text()), "complete": False}) + "\n")
     train_eagle.main(arguments(folder, str(tmp_path / "same"), *HEAD, *more))
     index.write_text(json.dumps({**json.loads(index.read_text()), "complete": False}) + "\n")
+    with pytest.raises(ValueError, match=r"has states of the target with other weights.*give another folder"):
+        other = arguments(folder, str(tmp_path / "other"), *HEAD, *more)
+        train_eagle.main([*other, "--target-kwargs", "{dtype: bfloat16}"])
+
+
+def test_stored_states_and_resumed_runs_of_an_overwritten_target_are_refused(folder: Path, tmp_path: Path) -> None:
+    """Would catch: a drafter trained on the states of earlier weights, or on those of two targets in turn."""
+    target = shutil.copytree(folder / "target", tmp_path / "target")
+    stored = ["--target", str(target), "--features", str(tmp_path / "states")]
+    resumed = ["--target", str(target), *SAVES, "--save-steps", "1"]
+    train_eagle.main(arguments(folder, str(tmp_path / "first"), *HEAD, *stored))
+    train_eagle.main(arguments(folder, str(tmp_path / "run"), *HEAD, *resumed))
     model = AutoModelForCausalLM.from_pretrained(target)
     with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(1.5)
+        model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
     model.save_pretrained(target)
-    with pytest.raises(ValueError, match=r"has states of the target with other weights.*give another folder"):
-        train_eagle.main(arguments(folder, str(tmp_path / "other"), *HEAD, *more))
+    with pytest.raises(ValueError, match=r"has the states of another run: target_weights .*give another folder"):
+        train_eagle.main(arguments(folder, str(tmp_path / "other"), *HEAD, *stored))
+    with pytest.raises(ValueError, match=r"has a run with target_weights .*give another --output"):
+        train_eagle.main(arguments(folder, str(tmp_path / "run"), *HEAD, *resumed, "--resume", "true"))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")  # of DeepSpeed

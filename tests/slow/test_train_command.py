@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -102,6 +103,20 @@ def test_train_dry_run_prints_the_plan_and_keeps_to_it(folder: Path, prompt_file
     given = command(folder, prompt_file, tmp_path / "other")
     again = run(*given[:1], "--dry-run", *given[1:])
     assert "1. 9 answers of up to 6 tokens: 0.0 minutes" in again
+
+
+def test_train_refuses_to_go_on_with_an_overwritten_target(folder: Path, prompt_file: Path, tmp_path: Path) -> None:
+    """Would catch: a drafter that is trained on the answers and hidden states of earlier weights."""
+    shutil.copytree(folder / "target", tmp_path / "target")
+    given = command(tmp_path, prompt_file, tmp_path / "head")
+    run(*given[:1], "--dry-run", *given[1:])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+    model.save_pretrained(tmp_path / "target")
+    refused = run(*given, exit_code=2)
+    assert "has a run with model_weights" in refused and "delete that folder" in refused
+    assert "To keep its answers" not in refused
 
 
 STAGES = {

@@ -10,6 +10,7 @@ from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from datasets import Dataset
@@ -32,6 +33,7 @@ from conversations import (
 from drafter import answer_numbers, choose_anchors, with_lora
 from generate_answers import AnswerArguments, ask_server, chosen_prompts, folder_of, server_settings
 from losses import later_pairs
+from target import weights_version
 from tests.helpers.paths import ROOT
 from tests.helpers.recipes import write_rows
 from train_dflash import BlockArguments
@@ -506,3 +508,25 @@ def test_with_lora_refuses_for_a_head_what_its_loader_refuses() -> None:
     """Would catch: an adapter that is trained for hours, and then loads as another one or not at all."""
     with pytest.raises(ValueError, match="lora: init_lora_weights='pissa' is not supported"):
         with_lora(torch.nn.Sequential(torch.nn.Linear(2, 2)), {"init_lora_weights": "pissa"}, target_modules=["0"])
+
+
+def test_weights_version_changes_with_the_commit_and_with_the_weights(tmp_path: Path, monkeypatch: Any) -> None:
+    """Would catch: a run that goes on with another commit under the same revision, or with an overwritten folder."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    cached = tmp_path / "models--org--target"
+    for commit in ("a" * 40, "b" * 40):
+        write(cached / "snapshots" / commit / "config.json", "{}")
+        write(cached / "refs" / "main", commit)
+        assert weights_version("org/target") == commit
+    versions = []
+    for weights in ("x" * 9_000, "x" * 8_999 + "y", "x" * 8_999):
+        write(tmp_path / "folder" / "model.safetensors", weights)
+        versions.append(weights_version(str(tmp_path / "folder")))
+    assert len(set(versions)) == 3
+
+
+def write(file: Path, text: str) -> None:
+    """Write a file, whose folder is made."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
