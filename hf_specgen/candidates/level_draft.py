@@ -79,6 +79,8 @@ class LevelDraft(Generic[T]):
         logits = self._drafter.forward_text(self._uncached)[:, None]
         if capturable is None:
             self._can_capture = self._capturable_passes() is not None  # further levels alone
+        # The number of logits is known now: a draft model may have fewer tokens than a node has children.
+        if capturable is None or logits.shape[-1] < self._proposer.children:
             self._start_builder(logits.device, draft_vocab=logits.shape[-1])
         self._add_level(logits)
 

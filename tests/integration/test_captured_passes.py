@@ -363,6 +363,20 @@ def test_captured_chain_of_more_tokens_than_a_tree_same_drafts(captures: list[An
     assert drafts[0] == drafts[1] and max(step.drafted for step in drafts[0][0]) == 70
 
 
+def test_levels_of_a_draft_with_fewer_tokens_than_children_same_drafts(captures: list[Any], monkeypatch: Any) -> None:
+    """Would catch: as many candidates after a node of a captured tree as the target, and not the draft, has tokens."""
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)  # as on a GPU, a read by the host waits
+    target, draft = small_llama(40, seed=0), small_llama(5, seed=1)
+    target.name_or_path = draft.name_or_path = "org/one-tokenizer"
+    inputs = {"input_ids": torch.tensor([[1, 2, 3, 4, 1, 2]]), "attention_mask": torch.ones(1, 6, dtype=torch.long)}
+    drafts = []
+    for mode in (False, "graphs"):
+        candidates = DraftModelCandidates(draft, k=4, tree=12)
+        same_tokens(target, inputs, candidates, compile=mode)
+        drafts.append(candidates.speculation.rows)
+    assert drafts[0] == drafts[1] and max(step.drafted for step in drafts[0][0]) > 4
+
+
 def taken(runs: list[list[int]]) -> list[list[int]]:
     """The recorded runs, which are then forgotten."""
     found = list(runs)
