@@ -61,6 +61,10 @@ class PathSession(VerificationSession):
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         return scores - exponential_noise(scores.shape, device, self._generators[device]).log()
 
+    @property
+    def uses_draft_noise_only(self) -> bool:
+        return not self.call.do_sample and type(self).draft_scores is PathSession.draft_scores
+
     @abstractmethod
     def accept(self, scores: torch.Tensor, tree: DraftTree, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor]:
         """Accept a path of each row: returns the last query on it, `[batch]`, see `Nodes`, and the token that follows.

@@ -377,6 +377,21 @@ def test_levels_of_a_draft_with_fewer_tokens_than_children_same_drafts(captures:
     assert drafts[0] == drafts[1] and max(step.drafted for step in drafts[0][0]) > 4
 
 
+def test_levels_of_greedy_typical_acceptance_are_captured(captures: list[Any], monkeypatch: Any) -> None:
+    """Would catch: draft scores without noise of their own that run eagerly, or other drafts from a graph."""
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)  # as on a GPU, a read by the host waits
+    target = small(layers=2)
+    draft = perturbed_copy(target, 0.02)
+    runs = captured_passes(draft)
+    outputs = []
+    for mode in (False, "graphs"):
+        candidates = DraftModelCandidates(draft, k=4, tree=8)
+        arguments = {"candidate_generator": candidates, "verification": "typical", "compile": mode}
+        ids = target.generate(**prompts(2, 9), max_new_tokens=20, **arguments)
+        outputs.append((ids.tolist(), candidates.speculation.rows))
+    assert outputs[0] == outputs[1] and any(len(passes) > 1 for passes in runs)
+
+
 def taken(runs: list[list[int]]) -> list[list[int]]:
     """The recorded runs, which are then forgotten."""
     found = list(runs)
