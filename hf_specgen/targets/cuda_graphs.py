@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ class GraphMemory:
     def __init__(self, stream: torch.cuda.Stream | None):
         self.stream = stream
         self.pool = None
-        self.lock = threading.RLock()  # a hook may run a module that shares the memory in the warm-up of a capture
+        self.lock = threading.RLock()
+        """Held by captures and replays, but not by warm-ups: there a hook may call `generate` of another module, which
+        takes the lock of that module; a thread that holds it may wait for this one."""
         self.device = torch.device("cpu") if stream is None else stream.device
         if stream is not None:
             self.pool = torch.cuda.graph_pool_handle()
@@ -77,7 +79,6 @@ def capture(run: Callable[[], Any], memory: GraphMemory) -> tuple[Callable[[], N
     """Capture a function on a CUDA device; returns the replay function and the outputs, which replays overwrite."""
     assert memory.stream is not None
     with torch.cuda.device(memory.stream.device):
-        run()  # warm-up: libraries allocate their workspaces and choose kernels, constants are made
         graph = torch.cuda.CUDAGraph()
         try:
             with _capturing_lock, _capturing(graph, memory.stream, memory.pool):
@@ -149,6 +150,9 @@ class Graph:
         self._memory = memory
         static = _mapped(lambda tensor: tensor.to(memory.device, copy=True), inputs)
         self._inputs = list(leaves_of(static))
+        # Warm-up: libraries allocate their workspaces and choose kernels, constants are made.
+        with torch.cuda.device(memory.device) if memory.stream is not None else nullcontext():
+            run(static)
         with memory.lock:
             memory.wait()
             self._replay, self._outputs = CAPTURES[memory.device.type](lambda: run(static), memory)

@@ -22,6 +22,7 @@ from hf_specgen.evaluation import workloads
 from hf_specgen.heads.base import HeadOutput
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.targets.cache import RaggedCache
+from hf_specgen.targets.cuda_graphs import Graph, GraphMemory
 from hf_specgen.targets.graphs import EAGER_PASSES, MAX_GRAPHS, Capturable, graphs_of_call
 from hf_specgen.targets.passes import TEXT_WIDTH
 from hf_specgen.targets.static_buffers import CAPACITY_BLOCK
@@ -264,6 +265,27 @@ def test_hook_that_generates_with_its_own_model_same_tokens(mode: str, captures:
             'LlamaForCausalLM is called by a hook in a pass of its own, and runs eagerly; leave compile="graphs" out'
         )
         assert found == {True, refusal} and captures
+
+
+def test_warm_up_of_a_capture_leaves_the_shared_memory_to_other_threads(captures: list[Any]) -> None:
+    """Would catch: a deadlock with a thread that holds the lock of a module that a hook of the warm-up calls."""
+    memory = GraphMemory(None)
+    are_free: list[bool] = []
+
+    def try_lock() -> None:
+        are_free.append(memory.lock.acquire(blocking=False))
+        if are_free[-1]:
+            memory.lock.release()
+
+    def function(inputs: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=try_lock)
+        thread.start()
+        thread.join()
+        return inputs + 1
+
+    graph = Graph(function, torch.zeros(2), memory, function)
+    assert graph.replay(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert are_free == [True, False, False], "of warm-up, capture and replay"
 
 
 # EAGLE heads whose passes are captured as graphs draft what they draft otherwise
