@@ -10,8 +10,10 @@ import functools
 import itertools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
 import torch
@@ -158,9 +160,10 @@ def _variables(function: Any, depth: int = 2) -> list[Any]:
     if isinstance(function, functools.partial):
         return [*function.args, function.keywords, *_variables(function.func, depth)]
     if hasattr(function, "__func__"):
-        return [own_attributes(function.__self__), *_variables(function.__func__, depth)]
+        return [attributes_with_class(function.__self__), *_variables(function.__func__, depth)]
     if not hasattr(function, "__code__"):
-        return [own_attributes(function)]
+        call = type(function).__call__
+        return [attributes_with_class(function), *(_variables(call, depth) if hasattr(call, "__code__") else ())]
     if package_of(function.__globals__.get("__name__", "")) in LIBRARIES:
         return []
     # None for what is not defined yet, so that a later value moves no value of other variables.
@@ -187,20 +190,51 @@ def own_attributes(instance: Any) -> dict[str, Any]:
     return attributes
 
 
+def class_attributes(instance_class: type) -> dict[str, Any]:
+    """The plain values, and the descriptors of slots, of a class and its base classes; none of a library's."""
+    attributes: dict[str, Any] = {}
+    for owner in reversed(instance_class.__mro__):
+        if package_of(owner.__module__) not in LIBRARIES:
+            found = vars(owner).items()
+            attributes |= {name: value for name, value in found if not name.startswith("__") and _is_setting(value)}
+    return attributes
+
+
+def _is_setting(value: Any) -> bool:
+    return isinstance(value, MemberDescriptorType) or is_plain(value)
+
+
+def attributes_with_class(instance: Any) -> dict[str, Any]:
+    """The attributes of an object: those of its class, see `class_attributes`, its slots, and its own."""
+    attributes = class_attributes(type(instance))
+    for name, value in attributes.items():
+        if isinstance(value, MemberDescriptorType):
+            attributes[name] = getattr(instance, name, None)
+    return attributes | own_attributes(instance)
+
+
 def plain_values(variables: Iterable[Any], limit: int | None = MAX_VALUES) -> list[Hashable]:
     """The plain values among variables and in the collections and objects among them, in order."""
     values: list[Hashable] = []
     for variable in variables:
         if type(variable) in PLAIN_TYPES:
             values.append(variable)
-        elif isinstance(variable, dict | list | tuple | set):
+        elif isinstance(variable, dict | list | tuple | set | deque):
             elements = variable.values() if isinstance(variable, dict) else variable
             if limit is None or len(elements) <= limit:
-                plain = [value if type(value) in PLAIN_TYPES else text_of(value) for value in elements]
+                plain = [value if type(value) in PLAIN_TYPES else _text_of_element(value) for value in elements]
                 values += [frozenset(plain)] if isinstance(variable, set) else plain  # a set has no order
         elif package_of(type(variable).__module__) not in LIBRARIES:
-            values += [value for value in own_attributes(variable).values() if type(value) in PLAIN_TYPES]
+            values += [value for value in attributes_with_class(variable).values() if type(value) in PLAIN_TYPES]
     return values
+
+
+def _text_of_element(value: Any) -> str | None:
+    """A collection of plain values, or the plain attributes of a user's object, as text; None for any other."""
+    if isinstance(value, dict | list | tuple | set | deque) or package_of(type(value).__module__) in LIBRARIES:
+        return text_of(value)
+    plain = {name: one for name, one in attributes_with_class(value).items() if type(one) in PLAIN_TYPES}
+    return repr(plain) if plain else None
 
 
 def values_by_variable(variables: Iterable[Any]) -> list[Hashable]:
@@ -268,7 +302,7 @@ def is_plain(value: Any) -> bool:
     """Whether a value is a number, a string, None, or a collection of such values."""
     if isinstance(value, dict):
         return all(map(is_plain, value.values()))
-    if isinstance(value, list | tuple | set):
+    if isinstance(value, list | tuple | set | deque):
         return all(map(is_plain, value))
     return type(value) in PLAIN_TYPES
 

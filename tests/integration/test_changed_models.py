@@ -3,8 +3,10 @@
 import functools
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import peft
@@ -219,6 +221,49 @@ def test_self_check_hook_that_a_variable_switches_on_is_refused(kind: str) -> No
     assert outcome(model) == "refused"
     settings["is_active"] = steering.is_active = False
     assert outcome(model) == "same"
+
+
+class SlottedSwitch:
+    """A switch in a slot, which is no entry of `__dict__`."""
+
+    __slots__ = ("is_active",)
+
+
+class SwitchedByClass:
+    """A hook with a switch for all of its instances."""
+
+    is_active = False
+
+    def __call__(self, *given: Any) -> torch.Tensor:
+        return steer(first(given[2]), self.is_active)
+
+
+class SwitchedInside:
+    """A hook that reads the switch of another object."""
+
+    def __init__(self) -> None:
+        self.settings = SimpleNamespace(is_active=False)
+
+    def __call__(self, *given: Any) -> torch.Tensor:
+        return steer(first(given[2]), self.settings.is_active)
+
+
+@pytest.mark.parametrize("kind", ["slot", "class", "inner object", "deque"])
+def test_self_check_hook_with_a_switch_outside_of_its_attributes_is_refused(kind: str, monkeypatch: Any) -> None:
+    """Would catch: a switch that is read from a slot, a class, an object of an object or a deque, and not noticed."""
+    model, slotted, inside, switches = llama(), SlottedSwitch(), SwitchedInside(), deque([False])
+    slotted.is_active = False
+    hooks: dict[str, Any] = {
+        "slot": lambda *given: steer(first(given[2]), slotted.is_active),
+        "class": SwitchedByClass(),
+        "inner object": inside,
+        "deque": lambda *given: steer(first(given[2]), switches[0]),
+    }
+    model.model.layers[0].register_forward_hook(hooks[kind])
+    assert outcome(model) == "same"
+    slotted.is_active = inside.settings.is_active = switches[0] = True
+    monkeypatch.setattr(SwitchedByClass, "is_active", True)
+    assert outcome(model) == "refused"
 
 
 def test_self_check_hook_that_counts_passes_and_changes_results_is_refused() -> None:
