@@ -69,12 +69,21 @@ def problems(
     if not model_kwargs.get("use_cache", True):
         saved = _saved(model, config, "use_cache")
         yield f"candidate_generator= needs the key/value cache; give use_cache=True{saved}"
+    # Whisper's `generate` then sets output_attentions itself.
+    if getattr(config, "return_token_timestamps", False):
+        yield (
+            "return_token_timestamps=True needs the attention weights of every token, which are not available with "
+            "candidate_generator=; leave out one of the two"
+        )
     if hidden := [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name)]:
         remedy = " and ".join(f"{name}=False" for name in hidden)
         yield (
             "output_attentions and output_hidden_states are not available with candidate_generator=; "
             f"give {remedy}{_saved(model, config, *hidden)}"
         )
+    names = adapter_names(model)
+    if names is not None and len(names) != len(input_ids):
+        yield f"adapter_names has length {len(names)}, but the batch {len(input_ids)}; give one name for each row"
     yield from _input_problems(model, model_kwargs, tokens)
 
 

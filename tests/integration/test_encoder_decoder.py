@@ -400,6 +400,14 @@ def test_transcriptions_are_those_of_whispers_generate(case: str) -> None:
     assert candidates.speculation.drafted > 0
 
 
+@pytest.mark.filterwarnings("ignore:.*`attention_mask`")
+def test_refusal_names_the_argument_of_whispers_generate() -> None:
+    """Would catch: output_attentions as the reason, which Whisper sets itself and the user did not give."""
+    features = torch.randn(1, 8, 40)
+    with pytest.raises(ValueError, match=r"^return_token_timestamps=True needs the attention weights(?!.*output_)"):
+        transcriber().generate(features, return_token_timestamps=True, candidate_generator=NgramCandidates())
+
+
 def test_strategy_attached_to_whisper_speculates() -> None:
     """Would catch: an attached strategy that Whisper's own `generate` does not reach."""
     model, features = transcriber(), torch.randn(1, 8, 40, generator=torch.Generator().manual_seed(3))
