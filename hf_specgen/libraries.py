@@ -173,6 +173,15 @@ def uses_activated_lora(model: PreTrainedModel) -> bool:
     return is_used and any("alora_offsets" in keywords for _, _, keywords in _adapter_hooks(model))
 
 
+def adapter_names(model: PreTrainedModel) -> Sequence[str] | None:
+    """The adapters that a call of PEFT's `generate(adapter_names=…)` gives its rows; None for a call without them."""
+    if "peft" not in sys.modules:
+        return None
+    return next(
+        (keywords["adapter_names"] for _, _, keywords in _adapter_hooks(model) if "adapter_names" in keywords), None
+    )
+
+
 @contextmanager
 def adapter_hooks_removed(model: Any) -> Iterator[None]:
     """Removes after an exception or Ctrl-C the hooks of `generate(adapter_names=…)`, which PEFT leaves on modules."""

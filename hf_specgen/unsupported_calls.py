@@ -10,6 +10,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from hf_specgen import compat
+from hf_specgen.libraries import adapter_names
 from hf_specgen.targets.inputs import ROUTER_LOGITS, check_cache, prompt_columns, without_router_loss
 from hf_specgen.targets.model_parts import (
     cached_tokens,

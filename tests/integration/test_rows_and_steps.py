@@ -114,6 +114,15 @@ def test_refusal_beside_an_adapter_of_each_row_has_the_true_reason() -> None:
         model.generate(**prompts(3), adapter_names=NAMES, candidate_generator=NgramCandidates(k=3))
 
 
+@pytest.mark.parametrize("rows, names", [(3, NAMES[:2]), (1, NAMES[:2]), (2, NAMES)], ids=["few", "single", "many"])
+def test_wrong_number_of_adapters_is_named(rows: int, names: list[str]) -> None:
+    """Would catch: a failed trial as the reason, with the remedy "give one prompt at a time"."""
+    model = with_adapters()
+    with pytest.raises(ValueError, match=rf"^adapter_names has length {len(names)}, but the batch {rows}; give one"):
+        model.generate(**prompts(rows), adapter_names=names, candidate_generator=NgramCandidates())
+    assert hooks(model) == 0
+
+
 def test_refusal_leaves_no_hooks_of_adapters() -> None:
     """Would catch: hooks that PEFT leaves after an exception, so that the next plain call raises."""
     model = with_adapters()
