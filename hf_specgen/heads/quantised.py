@@ -152,7 +152,7 @@ def _compressed_tensors(config: Fields, name: str, parts: Mapping[str, TensorInf
         raise ValueError(f"quantization_config.config_groups must have one group, got {len(groups.values)}")
     (label,) = groups.values
     group = groups.nested(label)
-    settings = group.nested("weights")
+    settings = Fields(group.nested("weights").values, {"symmetric": True, "type": "int"})
     for fields, part in ((config, "compressed-tensors"), (group, "group"), (settings, "weights")):
         _check_keys(fields, part)
     layout = group.text("format") or config.text("format")
@@ -160,7 +160,11 @@ def _compressed_tensors(config: Fields, name: str, parts: Mapping[str, TensorInf
     zero = parts.get("_zero_point")
     if layout == "nvfp4-pack-quantized":
         return _nvfp4(_parts(name, parts, "_packed", "_scale", "_global_scale"), divides=True)
+    if zero is None and not settings.flag("symmetric"):
+        raise ValueError(f"quantization_config.symmetric is false, but the tensor {name}_zero_point is missing")
     if layout == "pack-quantized":
+        if (kind := settings.text("type")) != "int":
+            raise ValueError(f"quantization_config.type must be 'int' with {layout}, got {kind[:40]!r}")
         if bits not in (2, 4, 8):
             raise ValueError(f"quantization_config.num_bits must be 2, 4 or 8 with {layout}, got {bits}")
         packed, scale, shape = _parts(name, parts, "_packed", "_scale", "_shape", optional=("_zero_point",))

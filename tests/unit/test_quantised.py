@@ -254,6 +254,8 @@ def of_library(weights: Any = INT4, **values: Any) -> dict[str, Any]:
         (PACKED, of_library(INT4 | {"strategy": "tensor_group"}), "strategy 'tensor_group' is not read"),
         (PACKED, of_library(INT4 | {"num_bits": 3}), "num_bits must be 2, 4 or 8"),
         (PACKED, of_library(INT4 | {"group_size": 4}), "needs floating scales"),
+        (PACKED, of_library(INT4 | {"symmetric": False}), "is false, but the tensor fc.weight_zero_point is missing"),
+        (PACKED, of_library(INT4 | {"type": "float"}), "type must be 'int' with pack-quantized, got 'float'"),
         (PACKED, of_library(config_groups={"a": {}, "b": {}}), "config_groups must have one group, got 2"),
         (PACKED | {"fc.weight_g_idx": torch.zeros(16)}, of_library(), "fc.weight_g_idx is unknown"),
         (PACKED | {"fc.weight_shape": torch.tensor([6, 2**40])}, of_library(), r"fc.weight is \[6, 1099511627776\]"),
