@@ -34,6 +34,7 @@ from hf_specgen.heads.config_keys import HEAD, check_keys
 from hf_specgen.heads.head_file import check_tensor
 from hf_specgen.heads.quantised import dequantised, quantisation
 from hf_specgen.heads.source import Source, first_line
+from hf_specgen.targets.model_parts import layer_kinds
 
 INPUT_PROJECTION_MODULES = ("enorm", "hnorm", "eh_proj", "final_norm")
 """Norms of embedding and state, projection of both, and final norm."""
@@ -281,7 +282,7 @@ def _own_config(decoder: Any, checkpoint: Checkpoint, num_layers: int, sparse: b
     check_keys(checkpoint.config, HEAD, further)
     check_target((name, fields.get(name), getattr(decoder.config, name)) for name in ("model_type", "hidden_size"))
     try:
-        config = layer_config(type(decoder.config)(**fields.values), num_layers, sparse)
+        config = layer_config(_of_first_layer(type(decoder.config)(**fields.values)), num_layers, sparse)
         with torch.device("meta"):
             needed = sum(parameter.numel() for parameter in type(decoder)(config).layers.parameters())
     except Exception as error:  # whatever Transformers raises for values that it cannot work with
@@ -291,8 +292,22 @@ def _own_config(decoder: Any, checkpoint: Checkpoint, num_layers: int, sparse: b
     return config
 
 
+def _of_first_layer(config: PretrainedConfig) -> PretrainedConfig:
+    """The config with the type of its first layer for the MTP layer, as in speculators.
+
+    Of a hybrid model speculators takes a layer with full attention. Where the use of the window is off there is none.
+    """
+    first = (getattr(config, "layer_types", None) or [""])[0]
+    if first == "sliding_attention" and getattr(config, "sliding_window", None) is not None:
+        config.mtp_layer_types = [first]
+    return config
+
+
 def layer_config(config: PretrainedConfig, num_layers: int, sparse: bool) -> PretrainedConfig:
-    """A target's config for its MTP layers only: full attention, and experts in all of them or in none."""
+    """A target's config for its MTP layers only: experts in all of them or in none.
+
+    Raises a `ValueError` for other layers than those with full attention, whose mask is the only one that is made.
+    """
     result: Any = copy.deepcopy(config)
     result.num_hidden_layers = num_layers
     result.vocab_size = 1
@@ -301,6 +316,9 @@ def layer_config(config: PretrainedConfig, num_layers: int, sparse: bool) -> Pre
         del result.quantization_config
     if getattr(config, "layer_types", None):
         result.layer_types = getattr(config, "mtp_layer_types", None) or ["full_attention"] * num_layers
+    if layer_kinds(result) != {"full_attention"}:
+        types = ", ".join(sorted(set(getattr(result, "layer_types", None) or layer_kinds(result))))
+        raise ValueError(f"MTP layers of type {types} are not supported; use another strategy")
     changes = {
         "mlp_layer_types": ["sparse" if sparse else "dense"] * num_layers,
         "first_k_dense_replace": 0 if sparse else num_layers,

@@ -218,6 +218,38 @@ def test_eagle_head_with_a_sliding_window_is_refused(name: str, changes: Any, is
         load_head(folder)
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_refused"),
+    [
+        ({**SLIDING, "use_sliding_window": True}, True),
+        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0, "layer_types": None}, True),
+        ({**SLIDING, "layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}, False),
+        ({**SLIDING, "use_sliding_window": False}, False),
+    ],
+)
+def test_mtp_layer_of_speculators_with_a_sliding_window_is_refused(
+    changes: Any, is_refused: bool, tmp_path: Path
+) -> None:
+    """Would catch: a window that is ignored; a refusal because of layers other than the first, which it has not."""
+    folder = tmp_path / "head"
+    shutil.copytree(FIXTURES["speculators_mtp_qwen3"].head_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    layers = config["transformer_layer_config"]
+    layers |= {"num_hidden_layers": len(changes["layer_types"] or layers["layer_types"]), **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"type sliding_attention are not supp") if is_refused else nullcontext():
+        load_mtp(FIXTURES["speculators_mtp_qwen3"].target, str(folder))
+
+
+def test_mtp_layers_of_a_target_with_another_type_of_attention_are_refused() -> None:
+    """Would catch: layers that attend to all positions in place of those that the target's config describes."""
+    fixture = FIXTURES["mtp_qwen3_next_native"]
+    model = copy.deepcopy(fixture.target)
+    model.config.mtp_layer_types = ["linear_attention"]
+    with pytest.raises(ValueError, match="MTP layers of type linear_attention are not supported"):
+        load_mtp(model, str(fixture.checkpoint_folder))
+
+
 REFUSED_LORA = {
     *("rank_pattern", "alpha_pattern", "megatron_config", "trainable_token_indices", "use_dora", "velora_config"),
     *("alora_invocation_tokens", "use_qalora", "monteclora_config", "layer_replication", "lora_bias", "use_bdlora"),
