@@ -101,7 +101,8 @@ def generate_many(
             that are not valid. After the prompts before it were answered, for a prompt without a
             seed, several sequences per prompt, and what `generate(candidate_generator=…)` refuses; the message begins
             with the index of the prompt, as that of any error in its own part of a step. Where an exception does not
-            show its argument as the message, as `OSError`, a note has the index. An error in a shared pass ends all.
+            show its argument as the message, as `OSError`, a note has the index. An error in a shared pass ends all;
+            the message begins with the indices of the prompts in it.
 
     Example:
         >>> from transformers import AutoModelForCausalLM
@@ -257,7 +258,8 @@ class _Batch:
         loops = [call.loop for call in self._calls]
         trees = cut_to_fastest_size(drafts, self.shared.latency)
         begin = perf_counter()
-        trees, logits = self._forward(loops, trees)
+        with errors_with_index(*(call.index for call in self._rows)):
+            trees, logits = self._forward(loops, trees)
         seconds = perf_counter() - begin
         for row, (loop, tree) in enumerate(zip(loops, trees, strict=True)):
             loop.timer.add("forward", seconds)  # each call waits for the whole pass
@@ -279,7 +281,8 @@ class _Batch:
         for call in list(self._calls):
             with self._isolating_errors(call):
                 self.shared.plan(call.loop)
-        self.shared.draft([call.loop for call in self._calls])
+        with errors_with_index(*(call.index for call in self._calls)):
+            self.shared.draft([call.loop for call in self._calls])
         drafts = []
         for call in list(self._calls):
             with self._isolating_errors(call):

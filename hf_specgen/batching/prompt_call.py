@@ -142,8 +142,8 @@ def _mask(values: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def errors_with_index(index: int) -> Iterator[None]:
-    """A context that puts the index of the prompt in front of the message of an error.
+def errors_with_index(*indices: int) -> Iterator[None]:
+    """A context that puts the index of the prompt, or those of all in a pass, in front of the message of an error.
 
     Some exceptions, such as `OSError`, do not show their argument as the message: these get the index as a note.
     """
@@ -151,9 +151,10 @@ def errors_with_index(index: int) -> Iterator[None]:
         yield
     except Exception as error:
         arguments = error.args
-        message = f"prompt {index}: {error}"
+        prompts = f"prompt{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}"
+        message = f"{prompts}: {error}"
         error.args = (message,)
         if str(error) != message:
             error.args = arguments
-            error.add_note(f"prompt {index}")
+            error.add_note(prompts)
         raise

@@ -466,6 +466,57 @@ def test_error_in_planning_drafting_or_finishing_a_prompt_loses_no_other_row(par
     assert {0, 2} <= answers.keys() and all(tokens == expected[index] for index, tokens in answers.items())
 
 
+class FailingTogether(RepeatedTokens):
+    """Raises in the third draft for several rows together."""
+
+    def start(self, batch: DraftBatch) -> DraftSession:
+        session: Any = super().start(batch)
+        draft, rows = session.draft, list[int]()
+
+        def fail(max_depths: Sequence[int]) -> DraftTree:
+            rows.append(len(max_depths))
+            if len(rows) == 3:
+                raise RuntimeError("a failing drafter")
+            return draft(max_depths)
+
+        session.draft = fail
+        return session
+
+
+@pytest.mark.parametrize("max_rows", [1, 3])
+def test_error_in_a_shared_draft_names_its_prompts(max_rows: int) -> None:
+    """Would catch: an error without the prompts that it may be about."""
+    arguments = {"eos_token_id": None, "max_rows": max_rows, **GREEDY}
+    prompts = "prompts 0, 1, 2" if max_rows == 3 else "prompt 0"
+    with pytest.raises(RuntimeError, match=f"^{prompts}: a failing drafter$"):
+        list(generate_many(tiny_model("llama"), some_prompts(5), FailingTogether(), **arguments))
+
+
+def test_error_in_a_shared_pass_names_its_prompts() -> None:
+    """Would catch: an error without the prompts that it may be about."""
+    model = fresh_model("llama")
+    limits: Any = lambda index: Shrinking(model) if index == 1 else None  # noqa: E731
+    arguments = {**GREEDY, "eos_token_id": None, "streamer": limits, "max_rows": 2}
+    with pytest.raises(IndexError, match=r"^prompts 0, 1: index out of range"):
+        list(generate_many(model, some_prompts(5), NgramCandidates(), **arguments))
+
+
+class Shrinking(BaseStreamer):
+    """Leaves one embedding in the model after three tokens."""
+
+    def __init__(self, model: Any):
+        self._weight = model.get_input_embeddings().weight
+        self._received = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self._received += 1
+        if self._received == 4:
+            self._weight.data = self._weight.data[:1]
+
+    def end(self) -> None:
+        pass
+
+
 class RecordingCurve(CostCurve):
     """Records for how many tokens it is asked."""
 
