@@ -6,8 +6,9 @@ they get a `RequestTarget` and `RequestOutputs`: passes and cache are those of T
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -28,6 +29,8 @@ from hf_specgen.targets.row_layout import UNLIMITED
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.processors import ScoreProcessors
+
+logger = logging.getLogger("hf_specgen")
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ class RequestTarget:
     def forward_again(self, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor:
         """Raise a `ValueError`: a packed step cannot be repeated without the drafts."""
         raise ValueError(
-            "a draft token has states that are not finite; leave candidate_generator= out of generate_batch()"
+            "a draft token has states that are not finite; answer the request by generate(), which repeats such a step "
+            "without drafts"
         )
 
     def restart_prefill(self) -> None:
@@ -149,6 +153,7 @@ class Request:
     """The steps of one request, Transformers' `RequestState`, and `tree`, its draft in the present step.
 
     If the strategy refuses the request with a `ValueError`, it is decoded without drafts; `refusal` is then the reason.
+    After any other exception of the strategy the request fails: `error` is raised by `verify`.
     """
 
     def __init__(self, state: Any, context: RequestContext):
@@ -174,10 +179,14 @@ class Request:
             seed=(context.seed + transformers_batching.request_number(state)) % 2**63,
         )
         self.refusal = ""
+        self.error: Exception | None = None
         try:
             self._begin(call, settings)
-        except ValueError as error:
-            self.refusal = str(error)
+        except Exception as error:
+            if isinstance(error, ValueError):
+                self.refusal = str(error)
+            else:
+                self.error = error
             # Any strategy that refuses no request will do, since it never drafts.
             self._begin(call, replace(settings, start=NgramCandidates().start, policy=FixedDepth(0)))
 
@@ -206,8 +215,18 @@ class Request:
             self.target.restart_prefill()
         return True
 
+    @contextmanager
+    def keeping_error(self) -> Iterator[None]:
+        """A context whose exception is kept as `error`."""
+        try:
+            yield
+        except Exception as error:
+            self.error = error
+
     def verify(self, scores: torch.Tensor) -> list[int]:
         """Verify the draft by the scores `[1 + nodes, vocab]`; returns the tokens that are appended."""
+        if self.error is not None:
+            raise self.error
         before = len(self.generated)
         if before:  # else this was the last pass over the prompt, which has no draft
             self.steps.end_step(self.tree, scores[None])
@@ -215,7 +234,17 @@ class Request:
             self.steps.end_prefill(scores[None])
         return self.generated[before:]
 
+    def logprobs(self, scores: torch.Tensor, tokens: Sequence[int]) -> list[float]:
+        """The logarithmic probabilities of what `verify` has returned for these scores."""
+        rows = scores[[0, *(1 + node for node in self.target.path)]]
+        chosen = torch.tensor(tokens, device=rows.device)[:, None]
+        logprobs: list[float] = rows.softmax(dim=-1).gather(1, chosen)[:, 0].log().tolist()
+        return logprobs
+
     def end(self) -> Statistics:
-        """End the sessions; returns the statistics of the request."""
-        self._stack.close()
+        """End the sessions, whose exceptions are logged; returns the statistics of the request."""
+        try:
+            self._stack.close()
+        except Exception as error:
+            logger.error("sessions of a request of continuous batching have failed to end", exc_info=error)
         return self.steps.finished_statistics()

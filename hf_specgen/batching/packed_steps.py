@@ -49,6 +49,7 @@ from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.row_layout import UNLIMITED
 from hf_specgen.targets.support import position_table
 from hf_specgen.tree import DraftTree
+from hf_specgen.verification.base import are_nan
 
 logger = logging.getLogger("hf_specgen")
 
@@ -182,14 +183,15 @@ class PackedSteps:
             or fastest_count([1.0] * max_draft_tokens, self._num_decoding, self._step_seconds) > 0
         )
         # Requests in their first prefill have no step to plan.
-        planned = [
-            (future, request) for future, request in self._scheduled if future.has_new_token and request.generated
-        ]
-        for future, request in planned:
-            self._shared.plan(request.steps, may_be_faster and self._may_draft(future.state, request))
-        self._shared.draft([request.steps for _, request in planned])
-        for _, request in planned:
-            request.tree = request.steps.draft_step()
+        decoding = [(future, one) for future, one in self._scheduled if future.has_new_token and one.generated]
+        for future, request in decoding:
+            with request.keeping_error():
+                self._shared.plan(request.steps, may_be_faster and self._may_draft(future.state, request))
+        planned = [request for _, request in decoding if request.error is None]
+        self._shared.draft([request.steps for request in planned])
+        for request in planned:
+            with request.keeping_error():
+                request.tree = request.steps.draft_step()
 
     def _may_draft(self, state: Any, request: Request) -> bool:
         """Whether a request that has a new token in the step may have a draft."""
@@ -288,10 +290,11 @@ class PackedSteps:
         self._scores = scores[0]
 
     @torch.no_grad()
-    def verify(self) -> tuple[list[int], list[float] | None]:
-        """Verify all drafts; returns the last new token of each request that got one, and its log-probability.
+    def verify(self) -> tuple[list[Any], list[int], list[float] | None]:
+        """Verify all drafts; returns the requests, the last new token of each that got one, and its log-probability.
 
-        Requests in the middle of their prefill get no token. Log-probabilities are None unless requested.
+        The requests are the `FutureRequestState`s of the step, but for those that have failed. In the middle of their
+        prefill they get no token. Log-probabilities are None unless requested.
 
         The new tokens before it are appended here to the requests, whose positions are set back over rejected tokens;
         Transformers appends the last one, as in a step without drafts.
@@ -299,36 +302,57 @@ class PackedSteps:
         measured_seconds = perf_counter() - self._began
         num_logits = [1 + request.tree.nodes if future.has_new_token else 0 for future, request in self._scheduled]
         self._distribute_states(num_logits)
+        requests = list[Any]()
         last_tokens = list[int]()
         last_logprobs = list[float]()
         accepted = 0
         moves: Moves = {layer_type: ([], []) for layer_type in self._allocators}
         for (future, request), scores in zip(self._scheduled, self._scores.split(num_logits), strict=True):
             if not future.has_new_token:
+                requests.append(future)
                 continue
             # A step with prompts would be no measurement of a decoding step.
             if self._num_decoding == len(self._scheduled):
                 request.steps.timer.add("forward", measured_seconds)
-            tokens = request.verify(scores)
+            if not (tokens := self._new_tokens(future.state, request, scores)):
+                continue
+            requests.append(future)
             # All of them but the last one, which Transformers appends.
             logprobs: list[Any] = [None] * len(tokens)
             if self._processor.return_logprobs:
-                logprobs = _logprobs(scores, request.target.path, tokens)
+                logprobs = request.logprobs(scores, tokens)
                 last_logprobs.append(logprobs[-1])
             for token, logprob in zip(tokens[:-1], logprobs[:-1], strict=True):
                 future.state.update_and_check_completion(token, logprob)
             last_tokens.append(tokens[-1])
             accepted += len(tokens) - 1
             self._roll_back(future, request, len(tokens), moves)
-            if request.steps.state.has_ended(0):
-                self._report_finished(self._requests.pop(future.state.request_id).end())
         if self._step_seconds is not None:
             predicted_seconds = self._step_seconds[self._drafted]
-            with_token = [request.steps for future, request in self._scheduled if future.has_new_token]
+            with_token = [one.steps for future, one in self._scheduled if future.has_new_token and one.error is None]
             passes = self._shared.passes_of(with_token)
             self._shared.count_loss(predicted_seconds, self._num_decoding + accepted, passes)
         transformers_batching.move_slots(self._cache, moves)
-        return last_tokens, last_logprobs if self._processor.return_logprobs else None
+        return requests, last_tokens, last_logprobs if self._processor.return_logprobs else None
+
+    def _new_tokens(self, state: Any, request: Request, scores: torch.Tensor) -> list[int]:
+        """The new tokens of a request, by its scores `[1 + nodes, vocab]`, which ends with the last one.
+
+        After an exception the request fails alone, without new tokens. But where the attention takes a mask, NaN of one
+        request may have reached the cache of all others in the step: 0 * NaN is NaN.
+        """
+        try:
+            tokens = request.verify(scores)
+        except Exception as error:
+            if not self._request_context.verifies_chains_only and bool(are_nan(scores).any()):
+                raise
+            logger.error("request %s of continuous batching has failed", state.request_id, exc_info=error)
+            request.error = error
+            transformers_batching.fail_request(self._processor, state, error)
+            tokens = []
+        if not tokens or request.steps.state.has_ended(0):
+            self._report_finished(self._requests.pop(state.request_id).end())
+        return tokens
 
     def _distribute_states(self, num_logits: Sequence[int]) -> None:
         """Give each request the hidden states of its tokens in the step.
@@ -384,11 +408,3 @@ def _warn_of_refusal(earlier: set[str], reason: str) -> None:
     if kind not in earlier:
         logger.warning("a request of continuous batching is answered without drafts: %s", reason)
     earlier.add(kind)
-
-
-def _logprobs(scores: torch.Tensor, path: Sequence[int], tokens: Sequence[int]) -> list[float]:
-    """The logarithmic probabilities of the tokens along an accepted path, by the scores `[1 + nodes, vocab]`."""
-    rows = scores[[0, *(1 + node for node in path)]]
-    chosen = torch.tensor(tokens, device=rows.device)[:, None]
-    logprobs: list[float] = rows.softmax(dim=-1).gather(1, chosen)[:, 0].log().tolist()
-    return logprobs

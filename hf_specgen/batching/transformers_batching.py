@@ -51,7 +51,7 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
         scheduler.schedule_batch                    then `add_drafts` adds the drafts
         model_runner.compute_batch                  after `place_drafts`, which gives the drafts positions and masks
         model_runner._sample                        is `receive_scores`
-        inputs_and_outputs.prepare_batch_update     is `verify`, which verifies all drafts
+        inputs_and_outputs.prepare_batch_update     is `verify`, which verifies all drafts; requests may fail
 
     The hooks refer to the processor weakly: in a cycle it would keep its cache until the next garbage collection.
     Symbols: those above, and `_bulk_input_tensor` of `inputs_and_outputs`.
@@ -103,7 +103,7 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
     scheduler.schedule_batch = schedule_batch
     runner.compute_batch = compute_batch
     runner._sample = steps.receive_scores
-    ios.prepare_batch_update = lambda: (this.inputs_and_outputs.requests_in_batch, *steps.verify())
+    ios.prepare_batch_update = steps.verify
 
 
 def _hook_end(processor: Any, steps: Any) -> None:
@@ -124,6 +124,13 @@ def _hook_end(processor: Any, steps: Any) -> None:
             steps.close()
 
     processor.fail_all_requests = fail_all_requests
+
+
+def fail_request(processor: Any, state: Any, error: Exception) -> None:
+    """Let one active request of a `ContinuousBatchProcessor` fail, and free its blocks of the cache."""
+    processor.output_router.fail_and_deliver(state, error)
+    processor.scheduler.finish_request(state.request_id)
+    processor.scheduler.block_new_requests = False
 
 
 def _unhook(owner: Any, name: str) -> None:

@@ -196,6 +196,48 @@ def test_exception_fails_the_requests_and_leaves_the_model_usable(fails: str) ->
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("part", ["start", "plan", "draft", "observe", "end", "score"])
+def test_exception_in_the_part_of_one_request_fails_no_other(part: str) -> None:
+    """Would catch: all requests of the step that fail with it, or that lose their tokens or slots."""
+    model, prompts = fresh_model("llama"), requests(5)
+    plain = run(model, prompts)
+    strategy: Any = NgramCandidates(k=3)
+
+    def change(session: Any) -> None:
+        state = session.batch.state
+        if state.prompts[0] != prompts[2] or part == "score":
+            return
+        if part == "start":
+            raise RuntimeError("a failing start")
+        original = getattr(session, part)
+
+        def fail(*arguments: Any) -> Any:
+            if len(state.generated[0]) > 4:
+                raise RuntimeError(f"a failing {part}")
+            return original(*arguments)
+
+        setattr(session, part, fail)
+
+    def scores(_: Any, __: Any, logits: torch.Tensor) -> torch.Tensor:
+        unique = logits.argmax(dim=-1) == plain[2][1]  # no other request gets this token
+        return logits.masked_fill(unique[..., None], -torch.inf) if part == "score" else logits
+
+    assert sum(plain[2][1] in tokens for tokens in plain) == 1
+    model.lm_head.register_forward_hook(scores)
+    results = model.generate_batch(
+        prompts,
+        generation_config=config(do_sample=part == "score", top_k=1),
+        continuous_batching_config=ContinuousBatchingConfig(**SMALL),
+        candidate_generator=with_sessions(strategy, change),
+    )
+    failed = [index for index, result in enumerate(results.values()) if result.error]
+    assert failed == ([] if part == "end" else [2])
+    reason = "probability tensor contains" if part == "score" else f"a failing {part}"
+    assert part == "end" or reason in str(results["req_2"].error)
+    answers = [result.generated_tokens for result in results.values()]
+    assert all(tokens == plain[index] for index, tokens in enumerate(answers) if index not in failed)
+
+
 @pytest.mark.parametrize("strategy", ["draft model", "combined"])
 def test_request_that_the_strategy_refuses_is_answered_without_drafts(
     strategy: str, caplog: pytest.LogCaptureFixture
