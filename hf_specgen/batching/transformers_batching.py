@@ -46,7 +46,7 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
     """Let `steps` (`PackedSteps`) draft and verify in a `ContinuousBatchProcessor`; None removes the hooks.
 
     `scheduler.add_waiting_request` receives new requests: one that `check_request` refuses fails alone, with its
-    `ValueError`. In each step Transformers calls, in this order:
+    `ValueError`, as does one with the name of another. In each step Transformers calls, in this order:
 
         scheduler.schedule_batch                    then `add_drafts` adds the drafts
         model_runner.compute_batch                  after `place_drafts`, which gives the drafts positions and masks
@@ -75,6 +75,10 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
     compute = type(runner).compute_batch
 
     def add_waiting_request(state: Any) -> None:
+        name = state.request_id
+        if name in this.scheduler.active_requests or name in this.scheduler.waiting_requests:
+            # Transformers would put the second request in the place of the first one, with the blocks of both.
+            raise ValueError(f"a request with the request_id {name!r} has not ended; give another one, or leave it out")
         steps.check_request(state)
         add(this.scheduler, state)
 

@@ -72,6 +72,32 @@ def test_request_id_of_a_cancelled_request_is_used_again() -> None:
     assert hf_specgen.statistics(model).calls == 2
 
 
+@pytest.mark.parametrize("is_decoding", [False, True])
+def test_second_request_with_one_name_is_refused_and_the_first_one_answered(is_decoding: bool) -> None:
+    """Would catch: the answer to the second prompt for the first request, an error that ends the manager."""
+    model, (first, second, third) = fresh_model("llama"), requests(3)
+    settings = config(max_new_tokens=40, eos_token_id=[0])
+    expected = run(model, [first, third], settings=settings)
+    hf_specgen.attach(model, NgramCandidates(k=3))
+    manager, answers, errors = started(model, settings), dict[str, list[int]](), list[str]()
+    try:
+        manager.add_request(first, request_id="x", streaming=is_decoding)
+        if is_decoding:
+            assert manager.get_result(timeout=20) is not None
+        manager.add_request(second, request_id="x")
+        manager.add_request(third, request_id="y")
+        while len(answers) < 2:
+            result = manager.get_result(timeout=20)
+            if result.error:
+                errors.append(result.error)
+            elif result.is_finished():
+                answers[result.request_id] = result.generated_tokens
+    finally:
+        manager.stop(block=True)
+    assert answers == {"x": expected[0], "y": expected[1]}
+    assert errors == ["a request with the request_id 'x' has not ended; give another one, or leave it out"]
+
+
 def test_prefill_that_starts_again_has_the_states_of_its_last_attempt() -> None:
     """Would catch: states of the chunks before an eviction, which a drafter takes for those of the first tokens."""
     model, prompt = tiny_model("llama"), list(range(1, 7))
