@@ -87,10 +87,16 @@ def refusing_side_effects(
     if random_state is None or torch.equal(random_state, generator.get_state()):
         return
     seeded = torch.Generator(ids.device).manual_seed(generator.initial_seed())
-    if operations is None or operations.found or torch.equal(seeded.get_state(), generator.get_state()):
+    is_seeded = torch.equal(seeded.get_state(), generator.get_state())  # which no operation of a thread shows
+    if operations.found if operations is not None else not is_seeded:
         raise error(
             f"{names} drew from PyTorch's global random generator, which samples the tokens too; use a torch.Generator "
             "of its own, or leave candidate_generator= out"
+        )
+    if is_seeded:
+        raise error(
+            f"torch.manual_seed was called while {names} ran, by it or by another thread, and the generator samples "
+            "the tokens too; use a torch.Generator there, or leave candidate_generator= out"
         )
 
 
