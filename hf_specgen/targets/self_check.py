@@ -43,6 +43,8 @@ from hf_specgen.targets.support import last_position
 SAVED = "self-check"
 """The kind of `saved_results` of models without hooks and classes of a user; refusals are found anew."""
 PASSED = "passed"
+WITHOUT_DRAFTS = "call generate() without candidate_generator="
+WITH_ONE_ROW = "give one prompt at a time, without padding, or leave candidate_generator= out"
 MAX_RESULTS = 64
 """Results that are kept for a model, for the states in which it has been used."""
 
@@ -52,8 +54,17 @@ class EquivalenceTest(NamedTuple):
 
     key: tuple[Any, ...]  # what distinguishes the test from others of the model
     call: Callable[[], PreparedCall]  # makes the prompt that is decoded
-    reason: str = "{}"  # how the two ways differ, with `{}` for what was found
-    remedy: str = "call generate() without candidate_generator="
+    texts: str = ""  # what is decoded, where it is not what the model generally decodes
+    remedy: str = WITHOUT_DRAFTS
+
+    def reason(self, difference: str, has_run: bool) -> str:
+        """How the two ways differ, or why a test that has not run to its end has failed."""
+        if not self.texts:
+            return difference
+        if not has_run:
+            return f"with {self.texts} {difference}"
+        verb = "gets" if self.texts.startswith("a ") else "get"
+        return f"{self.texts} {verb} other scores than in plain decoding ({difference})"
 
 
 class Problem(NamedTuple):
@@ -177,6 +188,8 @@ class SelfCheck:
             alone = self._run(EquivalenceTest((1,), lambda: self._short_text(1, is_padded=False)))
             if alone is not None and (alike or rows == 1 or isinstance(alone.cause, UnsupportedModelError | None)):
                 problem = alone
+            elif alone is not None and problem is not None and problem.remedy == WITH_ONE_ROW:
+                problem = problem._replace(remedy=WITHOUT_DRAFTS)
         if problem is None and inputs:
             problem = self._run(prompt_of_call)
         return problem
@@ -187,12 +200,11 @@ class SelfCheck:
 
     def _problem_of_rows(self, rows: int) -> Problem | None:
         """The problem with padding in `rows` rows, if any; where a kernel takes no mask, it is known without a test."""
-        texts = "a padded prompt gets" if rows == 1 else "rows of different lengths get"
         test = EquivalenceTest(
             ("padded", rows),
             lambda: self._short_text(rows, is_padded=True),
-            f"{texts} other scores than in plain decoding ({{}})",
-            "give one prompt at a time, without padding, or leave candidate_generator= out",
+            "a padded prompt" if rows == 1 else "rows of different lengths",
+            WITH_ONE_ROW,
         )
         if part := takes_no_mask(text_config(self._model)):
             reason = f"{part} takes no mask, which rows of different lengths need"
@@ -222,7 +234,7 @@ class SelfCheck:
             cause = error
         if difference is None:
             return None
-        return Problem(test.reason.format(difference), self._remedy(test, difference), cause)
+        return Problem(test.reason(difference, cause is None), self._remedy(test, difference), cause)
 
     def _difference(self, test: EquivalenceTest) -> str | None:
         """Run a test; returns how decoding differs, None if it does not. The random generators keep their state."""

@@ -123,6 +123,23 @@ def test_wrong_number_of_adapters_is_named(rows: int, names: list[str]) -> None:
     assert hooks(model) == 0
 
 
+@pytest.mark.parametrize(
+    ("needs_rows", "remedy"), [(True, "give one prompt at a time"), (False, "call generate() without")]
+)
+def test_failed_trial_of_rows_is_no_difference_of_scores(needs_rows: bool, remedy: str) -> None:
+    """Would catch: a comparison of scores that was not made; one prompt as a remedy, with which the trial fails too."""
+
+    def fail(_: Any, __: Any, output: torch.Tensor) -> None:
+        if output.shape[1] > 1 and (len(output) > 1 or not needs_rows):
+            raise RuntimeError("no room")
+
+    model = fresh_model("llama")
+    model.model.layers[0].mlp.register_forward_hook(fail)
+    words = f"with rows of different lengths a trial run failed (RuntimeError: no room); {remedy}"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        model.generate(**prompts(2), candidate_generator=NgramCandidates())
+
+
 def test_refusal_leaves_no_hooks_of_adapters() -> None:
     """Would catch: hooks that PEFT leaves after an exception, so that the next plain call raises."""
     model = with_adapters()
