@@ -78,6 +78,7 @@ MEDUSA = _names(
     "medusa_num_heads medusa_num_layers num_heads num_layers lora_rank own_outputs reads_path reads_token acceptance "
     "truncated_vocab_size original_lm_head medusa_fc_bias base medusa_choices logit_scale"
 )
+MTP = _names("target_hidden_size draft_vocab_size")
 ASSISTANT = _names("backbone_hidden_size use_ordered_embeddings num_centroids centroid_intermediate_top_k")
 VALUES: Mapping[str, tuple[Any, ...]] = {
     "use_input_layernorm_in_first_layer": (True,),

@@ -30,7 +30,7 @@ from transformers.cache_utils import Cache
 from hf_specgen import compat
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadInputs, HeadOutput, check_target
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, TensorInfo, named_errors, open_checkpoint
-from hf_specgen.heads.config_keys import HEAD, check_keys
+from hf_specgen.heads.config_keys import MTP, check_keys
 from hf_specgen.heads.head_file import check_tensor
 from hf_specgen.heads.quantised import dequantised, quantisation
 from hf_specgen.heads.source import Source, first_line
@@ -279,8 +279,10 @@ def _own_config(decoder: Any, checkpoint: Checkpoint, num_layers: int, sparse: b
     own = checkpoint.config["transformer_layer_config"]
     fields = Fields(own if isinstance(own, dict) else {})
     further = type(decoder.config)().to_dict().keys()
-    check_keys(checkpoint.config, HEAD, further)
+    check_keys(checkpoint.config, MTP, further)
     check_target((name, fields.get(name), getattr(decoder.config, name)) for name in ("model_type", "hidden_size"))
+    sizes = {"target_hidden_size": decoder.config.hidden_size, "draft_vocab_size": decoder.config.vocab_size}
+    check_target((name, checkpoint.config.get(name), size) for name, size in sizes.items())
     try:
         config = layer_config(_of_first_layer(type(decoder.config)(**fields.values)), num_layers, sparse)
         with torch.device("meta"):

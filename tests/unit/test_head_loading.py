@@ -241,6 +241,30 @@ def test_mtp_layer_of_speculators_with_a_sliding_window_is_refused(
         load_mtp(FIXTURES["speculators_mtp_qwen3"].target, str(folder))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("output_multiplier", 2.0, "output_multiplier = '2.0', which may change what the head computes"),
+        ("final_logit_softcapping", 30.0, "final_logit_softcapping = '30.0', which may change"),
+        ("input_embedding_scale", 8.0, "input_embedding_scale = '8.0', which may change"),
+        ("mask_token_id", 3, "mask_token_id = '3', which may change"),
+        ("draft_vocab_size", 64, "draft_vocab_size 64, but this target has 128"),
+        ("draft_vocab_size", 128, None),
+        ("target_hidden_size", 32, "target_hidden_size 32, but this target has 64"),
+    ],
+)
+def test_keys_of_heads_that_mtp_layers_do_not_read_are_refused(
+    key: str, value: Any, words: str | None, tmp_path: Path
+) -> None:
+    """Would catch: a key that other heads read, as the factor of logits, and that is passed over here."""
+    folder = tmp_path / "head"
+    shutil.copytree(FIXTURES["speculators_mtp_qwen3"].head_folder, folder)
+    config = json.loads((folder / "config.json").read_text()) | {key: value}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=words) if words else nullcontext():
+        load_mtp(FIXTURES["speculators_mtp_qwen3"].target, str(folder))
+
+
 def test_mtp_layers_of_a_target_with_another_type_of_attention_are_refused() -> None:
     """Would catch: layers that attend to all positions in place of those that the target's config describes."""
     fixture = FIXTURES["mtp_qwen3_next_native"]
