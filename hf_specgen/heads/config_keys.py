@@ -40,7 +40,7 @@ LAYERS = ANYWHERE | _names(
 """Keys of layers of Llama, Qwen2 and Qwen3."""
 GEMMA = _names(
     "attention_k_eq_v enable_moe_block hidden_activation hidden_size_per_layer_input num_kv_shared_layers "
-    "per_layer_config use_bidirectional_attention use_double_wide_mlp vocab_size_per_layer_input global_head_dim "
+    "per_layer_config use_double_wide_mlp vocab_size_per_layer_input global_head_dim "
     "num_global_key_value_heads final_logit_softcapping"
 )
 """Further keys of layers of Gemma 4."""
@@ -101,6 +101,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "position_embedding_type": ("absolute", "rope"),
     "torchscript": (False,),
     "is_decoder": (True, False),
+    "use_bidirectional_attention": ("vision",),  # Gemma 4; "all" is of text too
 }
 """Keys that change the computation and are not read otherwise, each with the values that mean what heads compute."""
 OBJECTS = _names(

@@ -120,3 +120,11 @@ def test_values_of_keys_that_are_not_read(key: str, value: Any, reason: str | No
         return check_keys(config, HEAD)
     with pytest.raises(ValueError, match=reason):
         check_keys(config, HEAD)
+
+
+def test_attention_to_later_tokens_of_gemma_is_refused() -> None:
+    """Would catch: a head that attends in both directions, and is computed as a causal one."""
+    config = {"model_type": "gemma4_text", "use_bidirectional_attention": "vision"}
+    check_keys(config, config_keys.EAGLE3)
+    with pytest.raises(ValueError, match=r"use_bidirectional_attention = 'all'.* is not read \(vision is\)"):
+        check_keys(config | {"use_bidirectional_attention": "all"}, config_keys.EAGLE3)
