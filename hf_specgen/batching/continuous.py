@@ -157,8 +157,18 @@ def _unsupported_reason(
     cached = transformers_batching.cached_manager(model)
     in_use = config if cached is None else cached.continuous_batching_config
     generation_config = generation_config or model.generation_config
-    processors = transformers_batching.packed_step_processors(model, generation_config, in_use)
-    return next(_unsupported_settings(settings, model, in_use, processors), "")
+
+    def reason(batching: ContinuousBatchingConfig) -> str:
+        processors = transformers_batching.packed_step_processors(model, generation_config, batching)
+        return next(_unsupported_settings(settings, model, batching, processors), "")
+
+    of_cached = reason(in_use)
+    if of_cached and in_use is not config and not reason(config):
+        return (
+            "the manager that an earlier call has kept (persistent_manager=True) has another config, by which it "
+            f"cannot speculate ({of_cached}); call model.destroy_cached_continuous_batching_manager() first"
+        )
+    return of_cached
 
 
 def _unsupported_settings(settings: Settings, model: Any, config: Any, processors: Sequence[Any]) -> Iterator[str]:

@@ -26,6 +26,7 @@ from hf_specgen import (
     Schedule,
     SpeculationMonitor,
 )
+from hf_specgen.batching.transformers_batching import cached_manager
 from hf_specgen.candidates.base import DraftSession
 from hf_specgen.depth import CostCurve, DisableWhen, LatencyModel
 from hf_specgen.evaluation.workloads import domain_prompts
@@ -307,6 +308,18 @@ def test_persistent_manager_speculates_only_where_the_call_does() -> None:
         steps.append(len(passes))
     model.destroy_cached_continuous_batching_manager()
     assert steps[0] == steps[2] < steps[1]
+
+
+def test_config_of_a_persistent_manager_is_named_as_the_reason() -> None:
+    """Would catch: the advice to change a setting that the call has not, and that changes nothing."""
+    model, prompts = fresh_model("llama"), requests(2)
+    run(model, prompts, persistent_manager=True)
+    # As Transformers chooses by itself on a GPU.
+    cached_manager(model).continuous_batching_config.use_async_batching = True
+    with pytest.raises(ValueError, match=r"earlier call has kept .*asynchronous.* call model\.destroy_cached"):
+        run(model, prompts, candidate_generator=NgramCandidates(), persistent_manager=True)
+    model.destroy_cached_continuous_batching_manager()
+    run(model, prompts, candidate_generator=NgramCandidates(), persistent_manager=True)
 
 
 def test_forward_passes_of_edits_and_json(reference_model: Any, tokenizer: Any) -> None:
