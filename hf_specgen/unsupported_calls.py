@@ -22,15 +22,8 @@ from hf_specgen.targets.model_parts import (
     text_config,
 )
 
-OTHER_MODES = {
-    GenerationMode.CONTRASTIVE_SEARCH: "penalty_alpha=",
-    GenerationMode.DOLA_GENERATION: "dola_layers=",
-    GenerationMode.ASSISTED_GENERATION: "assistant_early_exit= and use_mtp=",
-}
-"""The settings that ask for decoding methods other than greedy search, sampling and beam search."""
-
-MODE_SETTINGS = ("num_beams", "penalty_alpha", "dola_layers", "assistant_early_exit", "use_mtp")
-"""Settings that decide on the decoding method."""
+OTHER_METHODS = ("penalty_alpha", "dola_layers", "assistant_early_exit", "use_mtp", "constraints", "force_words_ids")
+"""Settings that, beside `num_beams`, ask for other decoding methods than greedy search and sampling."""
 
 
 def unsupported_argument(arguments: dict[str, Any]) -> str | None:
@@ -61,11 +54,12 @@ def problems(
         yield f"both candidate_generator= and prompt_lookup_num_tokens= were given; leave one out{saved}"
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        setting = OTHER_MODES.get(mode, "the setting that asks for it")
-        remedy = f"set num_beams=1 instead of {config.num_beams}" if config.num_beams > 1 else f"leave out {setting}"
+        asking = [f"{name}=" for name in OTHER_METHODS if getattr(config, name, None)]
+        remedy = f"leave out {' and '.join(asking) or 'the setting that asks for it'}"
+        remedy = f"set num_beams=1 instead of {config.num_beams}" if config.num_beams > 1 else remedy
         yield (
             f"candidate_generator= works with greedy search and sampling, not with {mode.value}; {remedy} or leave "
-            f"candidate_generator out{_saved(model, config, *MODE_SETTINGS)}"
+            f"candidate_generator out{_saved(model, config, 'num_beams', *OTHER_METHODS)}"
         )
     if not model_kwargs.get("use_cache", True):
         saved = _saved(model, config, "use_cache")
@@ -77,9 +71,10 @@ def problems(
             "candidate_generator=; leave out one of the two"
         )
     if hidden := [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name)]:
+        verb = "are" if len(hidden) > 1 else "is"
         remedy = " and ".join(f"{name}=False" for name in hidden)
         yield (
-            "output_attentions and output_hidden_states are not available with candidate_generator=; "
+            f"{' and '.join(hidden)} {verb} not available with candidate_generator=; "
             f"give {remedy}{_saved(model, config, *hidden)}"
         )
     names = adapter_names(model)

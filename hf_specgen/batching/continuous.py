@@ -175,8 +175,13 @@ def _unsupported_settings(settings: Settings, model: Any, config: Any, processor
     """Every reason against speculation: settings, model, `ContinuousBatchingConfig` and logits processors."""
     if not isinstance(settings.verifier, ExactVerifier):
         yield "continuous batching verifies exactly; leave verification= out"
-    if settings.monitor is not None or settings.prediction is not None or settings.compile == "graphs":
-        yield 'continuous batching does not support monitor=, prediction= or compile="graphs"; leave them out'
+    unsupported = {
+        "monitor=": settings.monitor is not None,
+        "prediction=": settings.prediction is not None,
+        'compile="graphs"': settings.compile == "graphs",
+    }
+    if names := [name for name, is_given in unsupported.items() if is_given]:
+        yield f"continuous batching speculates without {' and '.join(names)}; leave {'them' if names[1:] else 'it'} out"
     requirements = settings.candidates.target_requirements(model)
     if requirements.exit_layer is not None or requirements.reads_cache:
         yield (

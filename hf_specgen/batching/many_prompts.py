@@ -157,8 +157,13 @@ def _check_arguments(prompts: Any, streamer: Any, arguments: dict[str, Any]) -> 
 def _checked_settings(candidate_generator: Any, arguments: dict[str, Any]) -> Settings:
     """The settings among the arguments, which are removed; `ValueError` for those that shared passes cannot have."""
     settings = Settings.parse(candidate_generator, **{"compile": False, **settings_in(arguments)})
-    if not isinstance(settings.verifier, ExactVerifier) or settings.monitor is not None or settings.compile:
-        raise ValueError("generate_many verifies exactly, without monitor and graphs; leave these settings out")
+    unsupported = {
+        "verification=": not isinstance(settings.verifier, ExactVerifier),
+        "monitor=": settings.monitor is not None,
+        "compile=": bool(settings.compile),
+    }
+    if names := [name for name, is_given in unsupported.items() if is_given]:
+        raise ValueError(f"generate_many verifies exactly, without monitor and graphs; leave {' and '.join(names)} out")
     return settings
 
 

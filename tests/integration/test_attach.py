@@ -235,7 +235,7 @@ PLAIN_CALLS: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: {"assistant_model": tiny_model("llama")}, "assistant_model= were given"),
     (lambda: {"use_cache": False}, "needs the key/value cache"),
     (lambda: {"assistant_early_exit": 1}, "not with assisted_generation"),  # calls generate() of the same model itself
-    (lambda: {"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states are not available"),
+    (lambda: {"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states is not available"),
     (lambda: {"custom_generate": lambda model, input_ids, **_: input_ids}, "another decoding method"),
 ]
 """The reasons of all others are in `test_bad_input.py`."""

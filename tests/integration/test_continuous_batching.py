@@ -366,7 +366,7 @@ def test_draft_budget_follows_the_latency_of_the_step(reference_model: Any, toke
 
 REFUSED = {
     "rejection": ({"verification": "rejection"}, {}, {}, "verifies exactly"),
-    "monitor": ({"monitor": SpeculationMonitor()}, {}, {}, "monitor=, prediction="),
+    "monitor": ({"monitor": SpeculationMonitor()}, {}, {}, "speculates without monitor=; leave it out"),
     "asynchronous": ({}, {"use_async_batching": True}, {}, "asynchronous batching"),
     "prediction": ({"prediction": [1, 2, 3]}, {}, {}, "prediction="),
     "layer skip": ({"candidate_generator": LayerSkipCandidates(1, k=3)}, {}, {}, "needs a part of"),

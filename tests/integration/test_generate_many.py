@@ -26,6 +26,7 @@ from hf_specgen import (
     NgramCandidates,
     RecyclingCandidates,
     Schedule,
+    SpeculationMonitor,
     generate_many,
 )
 from hf_specgen.batching.shared_steps import SharedSteps
@@ -728,7 +729,8 @@ def test_hidden_states_are_kept_of_calls_only_that_may_join_a_shared_drafter(may
     [
         ({"max_rows": 0}, "max_rows must be a number of prompts, at least 1, got 0"),
         ({"num_return_sequences": 2, "do_sample": True}, "one answer to each prompt"),
-        ({"verification": "rejection"}, "verifies exactly"),
+        ({"verification": "rejection"}, "verifies exactly, .*; leave verification= out"),
+        ({"compile": "graphs", "monitor": SpeculationMonitor()}, "leave monitor= and compile= out"),
         ({"num_beams": 2}, "num_beams=1"),
         ({"attention_mask": torch.ones(1, 4)}, "makes attention_mask= from each prompt; leave it out"),
         ({"streamer": RecordingStreamer()}, "streamer must be a function .*, got <.*RecordingStreamer"),
