@@ -117,6 +117,7 @@ class _ProductChoice:
         self._times = dict.fromkeys(products, 0.0)
         self._seconds = dict.fromkeys(products, inf)
         self._calls = 0  # since the last one that was timed
+        self._checked: set[Product] = {LinearLayer.ordinary}
 
     def product(self) -> Product | None:
         """The fastest product; None if the call is to be timed."""
@@ -127,14 +128,15 @@ class _ProductChoice:
         """The layer's output, by the product that was timed the least often."""
         self._calls = 0
         product = min(self._times, key=self._times.__getitem__)
-        if not self._times[product] and product is not LinearLayer.ordinary:
-            # Its first use: the machine may not have this product, or compute something else.
+        if product not in self._checked:
+            # The machine may not have this product, or compute something else. It is not timed now: the weights are in
+            # the processor's cache.
             expected = layer.ordinary(x)
-            if not expected.isfinite().all():  # nothing to compare with
-                return expected
-            if not _is_same(_output_or_none(product, layer, x), expected):
-                self._times[product] = inf  # it is never used
-                return expected
+            if expected.isfinite().all():  # else there is nothing to compare with
+                self._checked.add(product)
+                if not _is_same(_output_or_none(product, layer, x), expected):
+                    self._times[product] = inf  # it is never used
+            return expected
         began = time.perf_counter()
         output = product(layer, x)
         self._seconds[product] = min(self._seconds[product], time.perf_counter() - began)
