@@ -7,6 +7,7 @@ they get a `RequestTarget` and `RequestOutputs`: passes and cache are those of T
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -248,3 +249,14 @@ class Request:
         except Exception as error:
             logger.error("sessions of a request of continuous batching have failed to end", exc_info=error)
         return self.steps.finished_statistics()
+
+
+def warn_of_refusal(earlier: set[str], reason: str) -> None:
+    """Log a warning of a request without drafts, unless there was one for this reason, which is added to `earlier`.
+
+    Reasons that differ in a number are one reason.
+    """
+    kind = re.sub(r"\d+", "", reason)
+    if kind not in earlier:
+        logger.warning("a request of continuous batching is answered without drafts: %s", reason)
+    earlier.add(kind)

@@ -26,7 +26,6 @@ Management for Large Language Model Serving with PagedAttention" (2023), for the
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +36,7 @@ import torch
 
 from hf_specgen import compat
 from hf_specgen.batching import transformers_batching
-from hf_specgen.batching.packed_request import Request, RequestContext
+from hf_specgen.batching.packed_request import Request, RequestContext, warn_of_refusal
 from hf_specgen.batching.shared_steps import SharedSteps
 from hf_specgen.call_statistics import Statistics
 from hf_specgen.depth.latency import fastest_count, pass_seconds_up_to
@@ -173,7 +172,7 @@ class PackedSteps:
             request = self._requests[state.request_id] = Request(state, self._request_context)
             self._shared.join(request.steps)
             if request.refusal and self._refusal_reasons is None:
-                _warn_of_refusal(self._warned_reasons, request.refusal)
+                warn_of_refusal(self._warned_reasons, request.refusal)
         return request
 
     def _draft(self, max_draft_tokens: int) -> None:
@@ -397,14 +396,3 @@ class PackedSteps:
             _, request = self._requests.popitem()
             self._report_finished(request.end())
         self._shared.close()
-
-
-def _warn_of_refusal(earlier: set[str], reason: str) -> None:
-    """Log a warning of a request without drafts, unless there was one for this reason, which is added to `earlier`.
-
-    Reasons that differ in a number are one reason.
-    """
-    kind = re.sub(r"\d+", "", reason)
-    if kind not in earlier:
-        logger.warning("a request of continuous batching is answered without drafts: %s", reason)
-    earlier.add(kind)

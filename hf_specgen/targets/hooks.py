@@ -195,7 +195,7 @@ def class_attributes(instance_class: type) -> dict[str, Any]:
     attributes: dict[str, Any] = {}
     for owner in reversed(instance_class.__mro__):
         if package_of(owner.__module__) not in LIBRARIES:
-            found = vars(owner).items()
+            found = owner.__dict__.items()
             attributes |= {name: value for name, value in found if not name.startswith("__") and _is_setting(value)}
     return attributes
 
