@@ -43,6 +43,7 @@ RECORDS = {
         "suite --wide --max-new-tokens 64 --strategies ngram,auto,eagle,draft,ngram+eagle --domains embedded "
         f"--prompts 2 --repeats 1 --default-settings {NO_SWEEPS}", 2, 8,
     ),
+    "linear-products": Record("micro linear-products", 2, 1),
     "packed-passes": Record("micro packed-passes", 1, 3),
     "generate-batch": Record("micro generate-batch --repeats 1", 2, 2),
     "generate-many": Record("micro generate-many", 2, 5),

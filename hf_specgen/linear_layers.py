@@ -51,14 +51,14 @@ class LinearLayer:
         self.products = products
         has_bias = module._parameters.get("bias") is not None
         key = (type(module), self._weight.shape, self._weight.dtype, has_bias, torch.get_num_threads(), *products)
-        self._choices = _choices.setdefault(key, [_ProductChoice(products) for _ in range(MAX_TOKENS.bit_length())])
+        self._choices = _choices.setdefault(key, {})
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.numel() // max(1, x.shape[-1])
         if not 0 < tokens <= MAX_TOKENS or not self._may_choose(x):
             return self.ordinary(x)
-        # A choice for 1, 2, up to 4, up to 8, … tokens.
-        choice = self._choices[(tokens - 1).bit_length()]
+        size = _size_class(tokens)
+        choice = self._choices.get(size) or self._choices.setdefault(size, _ProductChoice(self.products))
         product = choice.product()
         return choice.timed(self, x) if product is None else product(self, x)
 
@@ -105,6 +105,11 @@ class LinearLayer:
 Product = Callable[[LinearLayer, torch.Tensor], torch.Tensor]
 
 
+def _size_class(tokens: int) -> int:
+    """Numbers of tokens that share a choice: each up to 8 has its own, larger ones those up to a power of two."""
+    return tokens if tokens <= 8 else 1 << (tokens - 1).bit_length()
+
+
 class _ProductChoice:
     """The fastest product of layers of one shape for some number of tokens.
 
@@ -146,8 +151,8 @@ class _ProductChoice:
         return output
 
 
-_choices: dict[tuple[Any, ...], list[_ProductChoice]] = {}
-"""By the shape of layers, and all else that their products depend on, the choices for 1, 2, up to 4, … tokens."""
+_choices: dict[tuple[Any, ...], dict[int, _ProductChoice]] = {}
+"""By the shape of layers, and all else that their products depend on, the choice for each number of tokens."""
 
 
 def _output_or_none(product: Product, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ from benchmarks.micro.harness import harness_scores
 from benchmarks.micro.known_acceptance import known_acceptance
 from benchmarks.micro.large_target import large_target, large_target_graphs
 from benchmarks.micro.learnt_latency import learnt_latency
+from benchmarks.micro.linear_products import linear_products
 from benchmarks.micro.ngram_lookup import ngram_lookup
 from benchmarks.micro.other_tokenizer import other_tokenizer
 from benchmarks.micro.quantised_cost import quantised_cost
@@ -21,6 +22,7 @@ from benchmarks.micro.trace_replay import trace_replay
 
 MICRO: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "ngram-lookup": ngram_lookup,
+    "linear-products": linear_products,
     "other-tokenizer": other_tokenizer,
     "step-operations": step_operations,
     "trace-replay": trace_replay,

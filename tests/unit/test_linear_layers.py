@@ -241,17 +241,17 @@ def test_fastest_product_is_used_after_a_few_times_of_each(
     model = nn.Sequential(nn.Linear(8, 8))
     with FewTokenLayers(model).in_use():
         settle(model, torch.ones(1, 4, 8))
+        settle(model, torch.ones(1, 9, 8))
         clock.calls.clear()
-        for _ in range(20):
-            model(torch.ones(1, 3, 8))
+        for tokens in (4, 12) * 10:
+            model(torch.ones(1, tokens, 8))
     assert clock.calls == dict.fromkeys(seconds, 20)
-    model(torch.ones(1, 3, 8))
+    model(torch.ones(1, 4, 8))
     assert clock.calls == dict.fromkeys(seconds, 20), "outside of the context"
     with FewTokenLayers(model).in_use():
         model(torch.ones(1, 65, 8))
         assert clock.calls == dict.fromkeys(seconds, 20), "of many tokens"
-        model(torch.ones(1, 16, 8))
-        settle(model, torch.ones(1, 16, 8))
+        settle(model, torch.ones(1, 5, 8))
     assert clock.calls["mm"] >= SAMPLES and clock.calls["onednn"] >= SAMPLES
 
 
