@@ -46,6 +46,8 @@ class EagleDrafter(HeadDrafter):
         self.reads_all_rows = not self.is_one_pass
         self._graphs = graphs_of_call(bound.head, graphs) if graphs and not self.is_one_pass else None
         self.keeps_all = self._graphs is not None  # another number of rows would be captured anew
+        if self._graphs is not None:
+            self.modules = ()  # a captured pass repeats the products of its capture
         self._last: HeadOutput | None = None  # at the last accepted position of each row
         self._hidden = self._like.new_zeros(batch, 0, 0)  # of the nodes of the last pass
 

@@ -3,10 +3,10 @@
 import contextlib
 import copy
 import io
+import itertools
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from unittest import mock
@@ -100,21 +100,23 @@ def fault_in(
     module = model.get_output_embeddings() or model
     with module.register_forward_pre_hook(calls.count):
         check_model()  # which the hook has changed
-        calls.is_armed.set()
+        calls.is_armed.acquire()
         yield
 
 
 class Calls:
-    """Raises an exception in the n-th call after it is armed; its state is no setting of the model that it hooks."""
+    """Raises an exception in the n-th call after it is armed; its state is no setting of the model that it hooks.
+
+    So it is in objects whose values the self-check does not read: a lock, which is locked when armed, and a counter.
+    """
 
     def __init__(self, call: int, error: BaseException):
-        self.is_armed, self._remaining, self._error = threading.Event(), deque(range(call)), error
+        self.is_armed, self._last, self._error = threading.Lock(), call, error
+        self._calls = itertools.count(1)
 
     def count(self, *_: Any) -> None:
-        if self.is_armed.is_set() and self._remaining:
-            self._remaining.pop()
-            if not self._remaining:
-                raise self._error
+        if self.is_armed.locked() and next(self._calls) == self._last:
+            raise self._error
 
 
 @contextlib.contextmanager
