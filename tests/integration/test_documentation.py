@@ -168,7 +168,9 @@ def test_tables_of_commands_name_all_of_them() -> None:
 RESULTS = ROOT / "benchmarks" / "results"
 STEP_PARTS = ("tokens per step", "step, ms", "target pass, ms", "drafter passes, ms", "rest, ms")
 DOMAINS = ("over plain", "math", "code", "edit", "json", "prose")
+LINEAR = ("linear, ms", "fastest product, ms", "over one token by linear")
 COPIED = [
+    ("compilation.md", "| tokens | linear", "linear-products", LINEAR),
     ("compilation.md", "| eager |", "large-target", DOMAINS),
     ("compilation.md", '| `compile="graphs"` | over', "large-target-graphs", ("over default plain", *DOMAINS[1:])),
     ("compilation.md", "| milliseconds of a step |", "large-target-graphs", STEP_PARTS),
