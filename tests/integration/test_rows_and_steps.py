@@ -116,7 +116,7 @@ def test_refusal_beside_an_adapter_of_each_row_has_the_true_reason() -> None:
 
 @pytest.mark.parametrize("rows, names", [(3, NAMES[:2]), (1, NAMES[:2]), (2, NAMES)], ids=["few", "single", "many"])
 def test_wrong_number_of_adapters_is_named(rows: int, names: list[str]) -> None:
-    """Would catch: a failed trial as the reason, with the remedy "give one prompt at a time"."""
+    """Would catch: a failed equivalence test as the reason, with the remedy "give one prompt at a time"."""
     model = with_adapters()
     with pytest.raises(ValueError, match=rf"^adapter_names has length {len(names)}, but the batch {rows}; give one"):
         model.generate(**prompts(rows), adapter_names=names, candidate_generator=NgramCandidates())
@@ -126,8 +126,8 @@ def test_wrong_number_of_adapters_is_named(rows: int, names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("needs_rows", "remedy"), [(True, "give one prompt at a time"), (False, "call generate() without")]
 )
-def test_failed_trial_of_rows_is_no_difference_of_scores(needs_rows: bool, remedy: str) -> None:
-    """Would catch: a comparison of scores that was not made; one prompt as a remedy, with which the trial fails too."""
+def test_failed_equivalence_test_of_rows_is_no_difference_of_scores(needs_rows: bool, remedy: str) -> None:
+    """Would catch: a comparison of scores that was not made; one prompt as a remedy, with which it fails too."""
 
     def fail(_: Any, __: Any, output: torch.Tensor) -> None:
         if output.shape[1] > 1 and (len(output) > 1 or not needs_rows):

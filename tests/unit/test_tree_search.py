@@ -441,7 +441,7 @@ def test_search_with_a_latency_expands_only_nodes_that_may_be_verified() -> None
     """Would catch: a search that goes on to the maximum size where the first node is too improbable."""
     latency = NodeLatency.of_seconds(1.0 + 0.5 * np.arange(10))
     tree = best_first(0, lambda tag, level: [(1, 0.9, 1), (2, 0.08, 2)], 9, SearchLimits(9, latency=latency))
-    # The fourth one, at 0.656, is worth less than 0.5 s at (1 + 0.9 + 0.81 + 0.729) / 2.5 tokens per second.
+    # The fourth one, at 0.656, adds fewer tokens than 0.5 s at (1 + 0.9 + 0.81 + 0.729) / 2.5 tokens per second.
     assert tree.tokens == [1, 1, 1]
 
 
