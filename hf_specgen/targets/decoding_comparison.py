@@ -10,12 +10,13 @@ are more wrong tokens, since hooks may treat passes over several tokens differen
 from __future__ import annotations
 
 import copy
+import math
 import traceback
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
 
 from hf_specgen import compat
 from hf_specgen.call import UnsupportedModelError
@@ -122,12 +123,19 @@ def compare(call: PreparedCall, exit_layer: int | None, precision: torch.dtype) 
             raise  # no fault of the model
         reason = f"its forward pass takes no draft tokens ({type(error).__name__}: {error})"
         raise UnsupportedModelError(reason) from error
-    if not all(logits.amax(dim=-1).isfinite().all() for logits in plain):
+    expected, found = (_of_allowed_tokens(torch.cat(list(logits)), config) for logits in (plain, drafted))
+    if not expected.amax(dim=-1).isfinite().all():
         raise UndecidedError
-    errors = largest_differences(torch.cat(plain), torch.cat(drafted))
+    errors = largest_differences(expected, found)
     if is_rounding(errors, precision):
         return None
     return f"in a trial run its logits differed from those of plain decoding by {max(errors):.2g} standard deviations"
+
+
+def _of_allowed_tokens(logits: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
+    """Logits in which tokens that a call suppresses, whose embeddings may not be finite, are improbable."""
+    suppressed = [token for token in config.suppress_tokens or () if token < logits.shape[-1]]
+    return logits.index_fill(-1, torch.tensor(suppressed, dtype=torch.long, device=logits.device), -math.inf)
 
 
 def _decode_plainly(call: PreparedCall, steps: int = STEPS) -> Any:

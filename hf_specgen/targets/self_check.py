@@ -9,7 +9,7 @@ of the call:
 |---|---|---|
 | single row | a short text in one row | if the call has one row without padding; also if rows differ, to find out why |
 | rows | the text in rows of different lengths | if the call has several rows or padding |
-| prompt of the call | its rows as they are | if the call has inputs beside text, or the model reads an encoder |
+| prompt of the call | its rows as they are | with inputs beside text, an encoder, or embeddings that are not finite |
 
 The prompt of the call is tested once with one row and once with several, and so with padding and without.
 
@@ -177,6 +177,7 @@ class SelfCheck:
         inputs = tuple(sorted(accompanying_inputs(call.model_kwargs)))
         alike = treats_rows_alike(self._model)
         prompt_of_call = EquivalenceTest((inputs, rows > 1 if alike else rows, *_masks(call)), lambda: call)
+        self._prompt_of_call = prompt_of_call
         if reads_encoder(self._model):
             return self._run(prompt_of_call)
         mask = call.model_kwargs.get("attention_mask")
@@ -223,7 +224,8 @@ class SelfCheck:
                     lambda: self._difference(test),
                 )
         except UndecidedError:
-            return None
+            # Embeddings of the short text may not be finite; those of the prompt of the call are, if `generate` works.
+            return None if test is self._prompt_of_call else self._run(self._prompt_of_call)
         except torch.OutOfMemoryError:
             raise
         except UnsupportedModelError as error:

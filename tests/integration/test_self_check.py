@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -251,6 +252,14 @@ def test_logits_that_are_not_finite_for_a_while_refuse_no_later_call(value: floa
 def test_layers_that_cannot_be_left_out_are_refused_where_logits_are_not_finite() -> None:
     """Would catch: an error of the model in place of a refusal, since such logits cannot be compared."""
     assert run_safely(Case(architecture="hy_v4", strategy="skip_adapter", broken_logits="nan")).status == "refused"
+
+
+def test_model_whose_text_of_the_check_is_not_finite_is_checked_on_the_prompt_of_the_call() -> None:
+    """Would catch: rows of a model that reads columns for positions, unchecked as the embeddings of others are inf."""
+    case = Case(seed=266207, architecture="inkling_text", lengths=(8, 6), intervention="inf_tokens", changed_first=True)
+    assert run_safely(case).status == "refused"
+    outcome = run_safely(replace(case, architecture="llama"))
+    assert outcome.status == "same" and outcome.accepted
 
 
 def llama(**settings: Any) -> Any:
