@@ -30,6 +30,7 @@ from hf_specgen.candidates.draft_batch import DraftBatch, TargetView
 from hf_specgen.candidates.grammar import grammar_drafts
 from hf_specgen.depth.calibrate import thread_clock
 from hf_specgen.depth.step_times import THREAD
+from hf_specgen.linear_layers import num_comparisons
 from hf_specgen.outputs import OutputCollector
 from hf_specgen.settings import Settings
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
@@ -302,7 +303,10 @@ class DecodingLoop(DecodingSteps):
 
 
 class DecodingTimer:
-    """Measures wall time by part of decoding: of the call in `seconds`, of the step in `step` (also `THREAD`)."""
+    """Measures wall time by part of decoding: of the call in `seconds`, of the step in `step`.
+
+    A step also has `THREAD`, unless products of linear layers were compared in its pass, which took longer for it.
+    """
 
     def __init__(self) -> None:
         self.started = perf_counter()
@@ -313,11 +317,12 @@ class DecodingTimer:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """A context whose time is added to a part; parts do not contain each other."""
+        comparisons = num_comparisons()
         began_thread = self._thread_clock()
         began = perf_counter()
         yield
         self.add(name, perf_counter() - began)
-        if name == "forward":
+        if name == "forward" and comparisons == num_comparisons():
             self.step[THREAD] = self._thread_clock() - began_thread
 
     def add(self, part: str, seconds: float) -> None:

@@ -1,7 +1,7 @@
 """Linear layers on a CPU: the fastest product for few tokens, and `prepacked` for weights in another layout.
 
-PyTorch's `linear` multiplies few tokens slowly on a CPU: a single token with one thread, a few by rearranging the whole
-weight matrix. Other products of the same factors take down to a third of the time. Which one is the fastest depends on
+PyTorch's `linear` multiplies few tokens slowly on a CPU: a single token with one thread, a few in a slow path of the
+BLAS library. Other products of the same factors take down to a quarter of the time. Which one is the fastest depends on
 the machine, the shape of the matrix and the number of tokens, so all are timed in turns in the first passes.
 
 Source: oneDNN's documentation, "Memory format propagation"; PyTorch's inductor prepacks weights by the same operators.
@@ -10,6 +10,7 @@ Source: oneDNN's documentation, "Memory format propagation"; PyTorch's inductor 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,11 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 MAX_TOKENS = 64  # for which a product is chosen; `linear` multiplies the tokens of a prompt well
-SAMPLES = 3  # times of each product until one is chosen, by the shortest; further times may change the choice
+SAMPLES = 3  # times of a product until one is chosen, by the shortest; further times may change the choice
+SLOW = 1.5  # times the shortest time of all: a product that takes longer is timed once until one is chosen
+BLOCKS_PER_THREAD = (
+    8  # of weights that a single token is multiplied by: more than one, so that all threads end together
+)
 CALLS_PER_TIME = 128
 """Calls of layers of one shape of which one is timed after that: other programs may have delayed the first ones."""
 PREPACKED_TOKENS = 8  # tokens of a verification pass, for which prepacked weights have to be the fastest
@@ -47,7 +52,7 @@ class LinearLayer:
         if prepacked is not None:
             products.append(LinearLayer.prepacked)
         if self._weight.dtype == torch.float32:
-            products += [LinearLayer.transposed, LinearLayer.onednn]
+            products += [LinearLayer.transposed, LinearLayer.onednn, LinearLayer.onednn_transposed]
         self.products = products
         has_bias = module._parameters.get("bias") is not None
         key = (type(module), self._weight.shape, self._weight.dtype, has_bias, torch.get_num_threads(), *products)
@@ -76,26 +81,38 @@ class LinearLayer:
     def transposed(self, x: torch.Tensor) -> torch.Tensor:
         """The weights times the transposed input, transposed: BLAS libraries then stream the weights in all threads.
 
-        A single token is computed twice, since the product of a matrix and a vector takes one thread.
+        The product of a matrix and a vector takes one thread, so for a single token the matrix is divided into blocks
+        of outputs, which the threads multiply side by side.
         """
         rows = x.reshape(-1, x.shape[-1])
-        tokens = len(rows)
-        factor = torch.cat((rows, rows)) if tokens == 1 else rows
-        product = torch.mm(_matrix(self.module), factor.t()).t()[:tokens].contiguous()
-        bias = self.module._parameters.get("bias")
-        return (product if bias is None else product.add_(bias)).view(*x.shape[:-1], -1)
+        weight = _matrix(self.module)
+        if len(rows) > 1:
+            return self._output(torch.mm(weight, rows.t()), x)
+        blocks = math.gcd(len(weight), BLOCKS_PER_THREAD * torch.get_num_threads())
+        in_blocks = weight.view(blocks, -1, weight.shape[1])
+        return self._output(torch.bmm(in_blocks, rows.t().expand(blocks, -1, -1)), x)
 
     def onednn(self, x: torch.Tensor) -> torch.Tensor:
         """By oneDNN, from the weights as they are."""
         return self._by_onednn(x, _matrix(self.module))
+
+    def onednn_transposed(self, x: torch.Tensor) -> torch.Tensor:
+        """By oneDNN, which takes the weights for the input and the input for the weights."""
+        rows = x.reshape(-1, x.shape[-1])
+        return self._output(_onednn_product(_matrix(self.module), rows, None), x)
 
     def prepacked(self, x: torch.Tensor) -> torch.Tensor:
         """By oneDNN, from the copy of the weights in its layout."""
         return self._by_onednn(x, cast(torch.Tensor, self._prepacked))
 
     def _by_onednn(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        product = torch.ops.mkldnn._linear_pointwise.default
-        return cast(torch.Tensor, product(x, weight, self.module._parameters.get("bias"), "none", [], ""))
+        return _onednn_product(x, weight, self.module._parameters.get("bias"))
+
+    def _output(self, transposed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The output for `x` from the product `[outputs, tokens]`, which may be in blocks, without the bias."""
+        product = transposed.view(-1, x.numel() // x.shape[-1]).t().contiguous()
+        bias = self.module._parameters.get("bias")
+        return (product if bias is None else product.add_(bias)).view(*x.shape[:-1], -1)
 
     def __reduce__(self) -> Any:
         """A model that is copied or pickled in a pass gets the ordinary `forward`."""
@@ -103,6 +120,10 @@ class LinearLayer:
 
 
 Product = Callable[[LinearLayer, torch.Tensor], torch.Tensor]
+
+
+def _onednn_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return cast(torch.Tensor, torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], ""))
 
 
 def _size_class(tokens: int) -> int:
@@ -116,13 +137,17 @@ class _ProductChoice:
     The layers of a model take turns, so that their weights are not in the processor's cache when they are timed.
     """
 
+    comparisons = 0  # of all products of any layer, in this process
+
     def __init__(self, products: Sequence[Product]):
         self.fastest: Product | None = None
-        # Of each product how often it was timed (infinity: not to be used), and its shortest time.
-        self._times = dict.fromkeys(products, 0.0)
+        self._products = products
+        self._usable: list[Product] = [LinearLayer.ordinary]  # the other ones are not checked yet
+        self._is_checked = False
+        # How often each product was timed, and its shortest time.
+        self._times = dict.fromkeys(products, 0)
         self._seconds = dict.fromkeys(products, inf)
         self._calls = 0  # since the last one that was timed
-        self._checked: set[Product] = {LinearLayer.ordinary}
 
     def product(self) -> Product | None:
         """The fastest product; None if the call is to be timed."""
@@ -132,23 +157,39 @@ class _ProductChoice:
     def timed(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
         """The layer's output, by the product that was timed the least often."""
         self._calls = 0
-        product = min(self._times, key=self._times.__getitem__)
-        if product not in self._checked:
-            # The machine may not have this product, or compute something else. It is not timed now: the weights are in
-            # the processor's cache.
-            expected = layer.ordinary(x)
-            if expected.isfinite().all():  # else there is nothing to compare with
-                self._checked.add(product)
-                if not _is_same(_output_or_none(product, layer, x), expected):
-                    self._times[product] = inf  # it is never used
-            return expected
+        product = min(self._contenders(), key=self._times.__getitem__)
         began = time.perf_counter()
         output = product(layer, x)
         self._seconds[product] = min(self._seconds[product], time.perf_counter() - began)
         self._times[product] += 1
-        if min(self._times.values()) >= SAMPLES:
-            self.fastest = min(self._seconds, key=self._seconds.__getitem__)
+        if not self._is_checked:
+            self._check(layer, x, output)
+        elif all(self._times[product] >= SAMPLES for product in self._contenders()):
+            self.fastest = min(self._usable, key=self._seconds.__getitem__)
         return output
+
+    def _contenders(self) -> list[Product]:
+        """The products that may be the fastest; all of them once one has been chosen, as times may have been wrong."""
+        slow = inf if self.fastest else SLOW * min(self._seconds.values())
+        return [product for product in self._usable if self._seconds[product] <= slow or not self._times[product]]
+
+    def _check(self, layer: LinearLayer, x: torch.Tensor, expected: torch.Tensor) -> None:
+        """Find the products that this machine has, and that compute the `expected` output.
+
+        They are not timed now: the weights are in the processor's cache.
+        """
+        if not expected.isfinite().all():  # there is nothing to compare with
+            return
+        _ProductChoice.comparisons += 1
+        others = [product for product in self._products if product is not LinearLayer.ordinary]
+        same = [product for product in others if _is_same(_output_or_none(product, layer, x), expected)]
+        self._usable = [LinearLayer.ordinary, *same]
+        self._is_checked = True
+
+
+def num_comparisons() -> int:
+    """How many times products have been compared in this process; a pass with comparisons takes longer than others."""
+    return _ProductChoice.comparisons
 
 
 _choices: dict[tuple[Any, ...], dict[int, _ProductChoice]] = {}
