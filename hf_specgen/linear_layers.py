@@ -54,8 +54,10 @@ class LinearLayer:
         if self._weight.dtype == torch.float32:
             products += [LinearLayer.transposed, LinearLayer.onednn, LinearLayer.onednn_transposed]
         self.products = products
+        threads = torch.get_num_threads()
+        self._blocks = math.gcd(len(_matrix(module)), BLOCKS_PER_THREAD * threads)
         has_bias = module._parameters.get("bias") is not None
-        key = (type(module), self._weight.shape, self._weight.dtype, has_bias, torch.get_num_threads(), *products)
+        key = (type(module), self._weight.shape, self._weight.dtype, has_bias, threads, *products)
         self._choices = _choices.setdefault(key, {})
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -84,13 +86,14 @@ class LinearLayer:
         The product of a matrix and a vector takes one thread, so for a single token the matrix is divided into blocks
         of outputs, which the threads multiply side by side.
         """
-        rows = x.reshape(-1, x.shape[-1])
         weight = _matrix(self.module)
-        if len(rows) > 1:
-            return self._output(torch.mm(weight, rows.t()), x)
-        blocks = math.gcd(len(weight), BLOCKS_PER_THREAD * torch.get_num_threads())
-        in_blocks = weight.view(blocks, -1, weight.shape[1])
-        return self._output(torch.bmm(in_blocks, rows.t().expand(blocks, -1, -1)), x)
+        outputs, inputs = weight.shape
+        if x.numel() > inputs:
+            return self._output(torch.mm(weight, x.reshape(-1, inputs).t()).t().contiguous(), x)
+        blocks = self._blocks
+        # A transposed row: a column with other strides is multiplied in a slower path.
+        vector = x.reshape(1, inputs).t().expand(blocks, inputs, 1)
+        return self._output(torch.bmm(weight.view(blocks, outputs // blocks, inputs), vector), x)
 
     def onednn(self, x: torch.Tensor) -> torch.Tensor:
         """By oneDNN, from the weights as they are."""
@@ -99,7 +102,7 @@ class LinearLayer:
     def onednn_transposed(self, x: torch.Tensor) -> torch.Tensor:
         """By oneDNN, which takes the weights for the input and the input for the weights."""
         rows = x.reshape(-1, x.shape[-1])
-        return self._output(_onednn_product(_matrix(self.module), rows, None), x)
+        return self._output(_onednn_product(_matrix(self.module), rows, None).t().contiguous(), x)
 
     def prepacked(self, x: torch.Tensor) -> torch.Tensor:
         """By oneDNN, from the copy of the weights in its layout."""
@@ -108,11 +111,11 @@ class LinearLayer:
     def _by_onednn(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return _onednn_product(x, weight, self.module._parameters.get("bias"))
 
-    def _output(self, transposed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """The output for `x` from the product `[outputs, tokens]`, which may be in blocks, without the bias."""
-        product = transposed.view(-1, x.numel() // x.shape[-1]).t().contiguous()
+    def _output(self, product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The output for `x` from the product without the bias, one token after the other."""
+        output = product.view(*x.shape[:-1], -1)
         bias = self.module._parameters.get("bias")
-        return (product if bias is None else product.add_(bias)).view(*x.shape[:-1], -1)
+        return output if bias is None else output.add_(bias)
 
     def __reduce__(self) -> Any:
         """A model that is copied or pickled in a pass gets the ordinary `forward`."""
@@ -323,7 +326,7 @@ def _is_replaceable(module: nn.Module, *dtypes: torch.dtype) -> bool:
 
 def _matrix(module: nn.Module) -> torch.Tensor:
     """The weights of a layer, `[outputs, inputs]`."""
-    weight = cast(torch.Tensor, module.weight).detach()
+    weight = cast(torch.Tensor, module._parameters["weight"])
     return weight.t() if type(module) is Conv1D else weight
 
 
