@@ -22,7 +22,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-MAX_TOKENS = 64  # for which a product is chosen; `linear` multiplies the tokens of a prompt well
+MAX_TOKENS = 512  # for which a product is chosen; all take equally long for many more
+COMPUTE_BOUND_TOKENS = 64  # from which on the time of a product grows in proportion to them
 SAMPLES = 3  # times of a product until one is chosen, by the shortest; further times may change the choice
 SLOW = 1.5  # times the shortest time of all: a product that takes longer is timed once until one is chosen
 BLOCKS_PER_THREAD = (
@@ -163,7 +164,9 @@ class _ProductChoice:
         product = min(self._contenders(), key=self._times.__getitem__)
         began = time.perf_counter()
         output = product(layer, x)
-        self._seconds[product] = min(self._seconds[product], time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        seconds /= max(COMPUTE_BOUND_TOKENS, x.numel() // x.shape[-1])  # prompts are of many lengths
+        self._seconds[product] = min(self._seconds[product], seconds)
         self._times[product] += 1
         if not self._is_checked:
             self._check(layer, x, output)

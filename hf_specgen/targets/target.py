@@ -129,7 +129,8 @@ class Target:
 
     def prefill(self) -> torch.Tensor:
         """Run the model on the prompt; returns the logits after its last token, `[batch, 1, vocab]`."""
-        logits = self._inputs.prefill(self._model_cache, self.shares_prompts)
+        with self._linear_layers.in_use():
+            logits = self._inputs.prefill(self._model_cache, self.shares_prompts)
         self.cache.check_pass()
         slots = self.cache.lengths
         self._layout.place_prompt(slots, self.first_positions)

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from transformers.pytorch_utils import Conv1D
 
 from hf_specgen import NgramCandidates, prepacked
-from hf_specgen.linear_layers import CALLS_PER_TIME, SAMPLES, FewTokenLayers, LinearLayer, num_comparisons
+from hf_specgen.linear_layers import CALLS_PER_TIME, MAX_TOKENS, SAMPLES, FewTokenLayers, LinearLayer, num_comparisons
 from tests.helpers import assert_same_tokens, fresh_model, prompts
 from tests.helpers.interrupts import interrupted_at_each_line
 
@@ -250,7 +250,7 @@ def test_fastest_product_is_used_after_a_few_times_of_each(
     model(torch.ones(1, 4, 8))
     assert clock.calls == dict.fromkeys(seconds, 20), "outside of the context"
     with FewTokenLayers(model).in_use():
-        model(torch.ones(1, 65, 8))
+        model(torch.ones(1, MAX_TOKENS + 1, 8))
         assert clock.calls == dict.fromkeys(seconds, 20), "of many tokens"
         settle(model, torch.ones(1, 5, 8))
     assert min(clock.calls["mm"], clock.calls["onednn"]) >= 2, "each is checked and timed for another number of tokens"
