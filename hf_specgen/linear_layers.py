@@ -26,9 +26,7 @@ MAX_TOKENS = 512  # for which a product is chosen; all take equally long for man
 COMPUTE_BOUND_TOKENS = 64  # from which on the time of a product grows in proportion to them
 SAMPLES = 3  # times of a product until one is chosen, by the shortest; further times may change the choice
 SLOW = 1.5  # times the shortest time of all: a product that takes longer is timed once until one is chosen
-BLOCKS_PER_THREAD = (
-    8  # of weights that a single token is multiplied by: more than one, so that all threads end together
-)
+BLOCKS_PER_THREAD = 8  # of the weights, for a single token: more than one, so that all threads end together
 CALLS_PER_TIME = 128
 """Calls of layers of one shape of which one is timed after that: other programs may have delayed the first ones."""
 PREPACKED_TOKENS = 8  # tokens of a verification pass, for which prepacked weights have to be the fastest
