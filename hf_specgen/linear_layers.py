@@ -9,8 +9,10 @@ Source: oneDNN's documentation, "Memory format propagation"; PyTorch's inductor 
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +22,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import has_torch_function_unary
 from transformers.pytorch_utils import Conv1D
 
 MAX_TOKENS = 512  # for which a product is chosen; all take equally long for many more
@@ -35,8 +39,19 @@ logger = logging.getLogger("hf_specgen")
 _lock = threading.Lock()
 
 
+def _functions() -> tuple[Any, ...]:
+    """The functions that compute linear layers, which other libraries may replace in the whole process."""
+    return nn.Linear.forward, Conv1D.forward, functional.linear, torch.addmm
+
+
+_FUNCTIONS = _functions()
+
+
 class LinearLayer:
-    """The `forward` of a linear layer on a CPU, in place of that of its class.
+    """A linear layer on a CPU, whose `forward` is used in place of that of its class.
+
+    It is a method, since `torch.compile` compiles anew what calls another function or callable object, and goes on with
+    what calls the method of another object.
 
     Args:
         module: an `nn.Linear` or `Conv1D`.
@@ -47,19 +62,26 @@ class LinearLayer:
         self.module = module
         self._prepacked = prepacked
         self._weight = cast(nn.Parameter, module._parameters["weight"])
+        self._bias = module._parameters.get("bias")
+        self._dtype = self._weight.dtype
         products: list[Product] = [LinearLayer.ordinary]
         if prepacked is not None:
             products.append(LinearLayer.prepacked)
-        if self._weight.dtype == torch.float32:
+        if self._dtype == torch.float32:
             products += [LinearLayer.transposed, LinearLayer.onednn, LinearLayer.onednn_transposed]
         self.products = products
         threads = torch.get_num_threads()
         self._blocks = math.gcd(len(_matrix(module)), BLOCKS_PER_THREAD * threads)
-        has_bias = module._parameters.get("bias") is not None
-        key = (type(module), self._weight.shape, self._weight.dtype, has_bias, threads, *products)
+        has_bias = self._bias is not None
+        key = (type(module), self._weight.shape, self._dtype, has_bias, threads, *products)
         self._choices = _choices.setdefault(key, {})
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The output of the layer, by the fastest product if there are few tokens."""
+        # First of all, so that compiled code depends on nothing else. The input may be given by its name.
+        if torch.compiler.is_compiling() or kwargs or len(args) != 1:
+            return self.ordinary(*args, **kwargs)
+        x = args[0]
         tokens = x.numel() // max(1, x.shape[-1])
         if not 0 < tokens <= MAX_TOKENS or not self._may_choose(x):
             return self.ordinary(x)
@@ -70,14 +92,19 @@ class LinearLayer:
 
     def _may_choose(self, x: torch.Tensor) -> bool:
         """Whether other products than the ordinary one give the same result."""
-        is_same_weight = self.module._parameters.get("weight") is self._weight and x.dtype == self._weight.dtype
-        is_repeatable = torch.are_deterministic_algorithms_enabled()
-        needs_ordinary = torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or is_repeatable
-        return is_same_weight and not torch.is_grad_enabled() and not needs_ordinary
+        parameters = self.module._parameters
+        is_same_layer = parameters.get("weight") is self._weight and parameters.get("bias", self) is self._bias
+        if not is_same_layer or not (x.dtype == self._weight.dtype == self._dtype and x.is_cpu):
+            return False
+        needs_ordinary = torch.is_autocast_enabled("cpu") or torch.are_deterministic_algorithms_enabled()
+        if torch.is_grad_enabled() or needs_ordinary:
+            return False
+        # Functions that somebody else has replaced, by assignment or by a mode; or input of a class of somebody else.
+        return _functions() == _FUNCTIONS and not has_torch_function_unary(x)
 
-    def ordinary(self, x: torch.Tensor) -> torch.Tensor:
+    def ordinary(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the layer's class computes it."""
-        return cast(torch.Tensor, type(self.module).forward(self.module, x))
+        return cast(torch.Tensor, type(self.module).forward(self.module, *args, **kwargs))
 
     def transposed(self, x: torch.Tensor) -> torch.Tensor:
         """The weights times the transposed input, transposed: BLAS libraries then stream the weights in all threads.
@@ -116,9 +143,22 @@ class LinearLayer:
         bias = self.module._parameters.get("bias")
         return output if bias is None else output.add_(bias)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LinearLayer:
+        """In a model that is copied in a pass, the copy computes as its class does."""
+        copied = LinearLayer.__new__(LinearLayer)
+        copied.module = copy.deepcopy(self.module, memo)
+        copied._weight = copied._bias = copied._prepacked = None  # type: ignore[assignment]  # like no weight
+        return copied
+
     def __reduce__(self) -> Any:
-        """A model that is copied or pickled in a pass gets the ordinary `forward`."""
-        return getattr, (self.module, "forward")
+        """In a model that is pickled in a pass, the module itself, whose `forward` is the ordinary one."""
+        return operator.getitem, ((self.module,), 0)
+
+
+def layer_of(forward: Any) -> LinearLayer | None:
+    """The layer of this package that an instance attribute `forward` is the method of; None for any other."""
+    owner = getattr(forward, "__self__", None)
+    return owner if isinstance(owner, LinearLayer) else None
 
 
 Product = Callable[[LinearLayer, torch.Tensor], torch.Tensor]
@@ -242,7 +282,7 @@ class FewTokenLayers:
         try:
             for layer in self._layers:
                 # An instance attribute, which hooks and `Module.__call__` use as they use the method of the class.
-                layer.module.__dict__.setdefault("forward", layer)
+                layer.module.__dict__.setdefault("forward", layer.forward)
             yield
         finally:
             _restore(self._layers)
@@ -279,16 +319,25 @@ def prepacked(model: nn.Module) -> Iterator[None]:
         with _lock:
             layers += [layer for group in _groups(model) for layer in _prepacked_layers(group)]
             for layer in layers:
-                layer.module.__dict__["forward"] = layer
+                layer.module.__dict__["forward"] = layer.forward
         yield
     finally:
         _restore(layers)
 
 
 def _restore(layers: Sequence[LinearLayer]) -> None:
-    """Let layers compute as their class does, unless their `forward` is another one by now."""
+    """Let layers compute as their class does; after Ctrl-C in between, all the same."""
+    try:
+        _remove(layers)
+    except BaseException:
+        _remove(layers)
+        raise
+
+
+def _remove(layers: Sequence[LinearLayer]) -> None:
+    """Remove the `forward` of modules, unless it is another one by now."""
     for layer in layers:
-        if layer.module.__dict__.get("forward") is layer:
+        if layer_of(layer.module.__dict__.get("forward")) is layer:
             layer.module.__dict__.pop("forward", None)
 
 
@@ -301,7 +350,7 @@ def _groups(model: nn.Module) -> list[list[nn.Module]]:
         if _is_replaceable(module, *dtypes):
             weight = _matrix(module)
             groups.setdefault((*weight.shape, weight.dtype), []).append(module)
-    if not groups and not any(isinstance(one.forward, LinearLayer) for one in model.modules()):
+    if not groups and not any(layer_of(one.forward) for one in model.modules()):
         logger.warning_once(  # type: ignore[attr-defined]  # of Transformers
             f"prepacked() does nothing for {type(model).__name__}: it works with linear layers on a CPU, in float32 "
             "or, with AVX-512, in bfloat16"
@@ -313,16 +362,28 @@ def _is_replaceable(module: nn.Module, *dtypes: torch.dtype) -> bool:
     """Whether a module is a plain linear layer on a CPU in one of these dtypes, whose products are not chosen yet."""
     if type(module) not in (nn.Linear, Conv1D) or not torch.backends.mkldnn.is_available():
         return False
-    weight = module._parameters.get("weight")  # not there where pruning computes it anew in every pass
-    if type(weight) is not nn.Parameter or weight.device.type != "cpu" or weight.layout is not torch.strided:
+    if _functions() != _FUNCTIONS or not module.__dict__.keys().isdisjoint(("weight", "bias")):
         return False
-    if weight.dtype not in dtypes or not weight.numel():
+    weight: Any = module._parameters.get("weight")  # not there where pruning computes it anew in every pass
+    if not _is_plain(weight) or weight.dtype not in dtypes or not weight.numel():
+        return False
+    # The bias too may be computed in every pass. oneDNN reads it as contiguous values, one for each output.
+    bias: Any = module._parameters.get("bias", weight)
+    if bias is not None and (not _is_plain(bias) or bias.dtype != weight.dtype or not bias.is_contiguous()):
+        return False
+    if bias is not None and bias.shape != _matrix(module).shape[:1]:
         return False
     # An instance `forward` belongs to somebody else, as of accelerate; in a copied model it is the class's own. One
     # without prepacked weights is of a pass in another thread.
     forward = module.forward
-    is_of_pass = isinstance(forward, LinearLayer) and forward._prepacked is None
+    layer = layer_of(forward)
+    is_of_pass = layer is not None and layer._prepacked is None
     return is_of_pass or forward == type(module).forward.__get__(module)
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether a weight or bias is a parameter on the CPU, with its values in memory, and of no class of its own."""
+    return type(tensor) is nn.Parameter and tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 
 def _matrix(module: nn.Module) -> torch.Tensor:
@@ -338,7 +399,7 @@ def _prepacked_layers(modules: Sequence[nn.Module]) -> list[LinearLayer]:
     if _is_prepacked_faster.get(key) is False:
         return []
     reorder = torch.ops.mkldnn._reorder_linear_weight
-    copies = [reorder(_matrix(module).contiguous(), PREPACKED_TOKENS) for module in modules]
+    copies = [reorder(_matrix(module).detach().contiguous(), PREPACKED_TOKENS) for module in modules]
     layers = [LinearLayer(module, copy) for module, copy in zip(modules, copies, strict=True)]
     if key not in _is_prepacked_faster:
         _is_prepacked_faster[key] = _is_faster(layers)

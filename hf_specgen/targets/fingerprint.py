@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.linear_layers import LinearLayer
+from hf_specgen.linear_layers import layer_of
 from hf_specgen.targets import hooks
 from hf_specgen.targets.attention import registered_attention
 from hf_specgen.targets.model_parts import text_config
@@ -130,5 +130,5 @@ def _module_state(module: nn.Module) -> tuple[Any, ...]:
     plain = [(name, repr(attributes[name])) for name in sorted(names) if hooks.is_plain(attributes[name])]
     registered = [tuple(hooks.foreign_hooks(attributes[name])) for name in ("_forward_hooks", "_forward_pre_hooks")]
     forward = attributes.get("forward")
-    replaced = None if isinstance(forward, LinearLayer) else id(forward)
+    replaced = None if layer_of(forward) else id(forward)
     return id(module), type(module), module.training, replaced, *registered, tuple(plain)

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.linear_layers import LinearLayer
+from hf_specgen.linear_layers import layer_of
 from hf_specgen.targets.attention import registered_attention
 
 PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
@@ -75,7 +75,7 @@ def changed_functions(module: nn.Module) -> Iterator[Any]:
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         yield from foreign_hooks(getattr(module, name)).values()
     forward = own_attributes(module).get("forward")
-    if forward is not None and not isinstance(forward, LinearLayer) and not _is_of_class(forward, module):
+    if forward is not None and layer_of(forward) is None and not _is_of_class(forward, module):
         yield forward
 
 

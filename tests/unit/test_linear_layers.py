@@ -3,6 +3,7 @@
 import copy
 import itertools
 import logging
+import pickle
 import threading
 import time
 from collections import Counter
@@ -13,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.utils import prune
+from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
-from hf_specgen import NgramCandidates, prepacked
+from hf_specgen import NgramCandidates, linear_layers, prepacked
 from hf_specgen.linear_layers import CALLS_PER_TIME, MAX_TOKENS, SAMPLES, FewTokenLayers, LinearLayer, num_comparisons
 from tests.helpers import assert_same_tokens, fresh_model, prompts
 from tests.helpers.interrupts import interrupted_at_each_line
@@ -374,14 +378,148 @@ def test_threads_and_prepacked_weights_do_not_remove_layers_of_each_other(produc
     with FewTokenLayers(model).in_use():
         first = vars(model[0])["forward"]
         with FewTokenLayers(model).in_use():
-            assert vars(model[0])["forward"] is first
-        assert vars(model[0])["forward"] is first
+            assert vars(model[0])["forward"] == first
+        assert vars(model[0])["forward"] == first
         block = prepacked(model)
         block.__enter__()
     with torch.no_grad():
         settle(model, x)
     assert products
     with FewTokenLayers(model).in_use():
-        assert vars(model[0])["forward"] is not first
+        assert vars(model[0])["forward"] != first
     block.__exit__(None, None, None)
     assert "forward" not in vars(model[0])
+
+
+def pruned_bias(layer: nn.Linear) -> None:
+    prune.l1_unstructured(layer, "bias", amount=0.5)
+
+
+def bias_in_buffer(layer: nn.Linear) -> None:
+    layer.bias = None
+    del layer.bias
+    layer.register_buffer("bias", torch.randn(8))
+
+
+def strided_bias(layer: nn.Linear) -> None:
+    layer.bias = nn.Parameter(torch.randn(16)[::2])
+
+
+def bias_of_one_value(layer: nn.Linear) -> None:
+    layer.bias = nn.Parameter(torch.randn(1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seconds", [{"mm": 0.5}, {"onednn": 0.5}], ids=str)
+@pytest.mark.parametrize("change", [pruned_bias, bias_in_buffer, strided_bias, bias_of_one_value])
+@pytest.mark.parametrize("late", [False, True])
+def test_layer_with_an_unusual_bias_same_results(
+    change: Callable[[nn.Linear], None], seconds: dict[str, float], late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: a bias left out or read by other strides, as the product was compared in layers without one."""
+    Clock(monkeypatch, **seconds)
+    for bias in (True, False):
+        usual = nn.Sequential(nn.Linear(8, 8, bias=bias))
+        with FewTokenLayers(usual).in_use():
+            settle(usual, torch.ones(3, 8))
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(3, 8)
+    if late:
+        layers = FewTokenLayers(model)
+    change(model[0])
+    expected = model(x)
+    with (layers if late else FewTokenLayers(model)).in_use():
+        torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
+    assert "forward" not in vars(model[0])
+
+
+class Doubling(TorchFunctionMode):
+    """Doubles the results of linear layers."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **kwargs or {})
+        return 2 * output if function is functional.linear else output
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["class", "function", "mode", "argument"])
+def test_functions_that_a_user_replaced_are_used(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: products beside the function that another library put in place of that of PyTorch."""
+    clock = Clock(monkeypatch, mm=0.5)
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.ones(3, 8)
+    layers = FewTokenLayers(model)
+    with layers.in_use():
+        settle(model, x)
+    expected, forward, linear = 2 * model(x), nn.Linear.forward, functional.linear
+    clock.calls.clear()
+    if change == "class":
+        monkeypatch.setattr(nn.Linear, "forward", lambda layer, x: 2 * forward(layer, x))
+    if change == "function":
+        monkeypatch.setattr(functional, "linear", lambda *given: 2 * linear(*given))
+    for replaced in (layers, FewTokenLayers(model)):
+        with replaced.in_use():
+            if change == "argument":
+                assert torch.equal(2 * model[0](input=x), expected)
+            elif change == "mode":
+                with Doubling():
+                    assert torch.equal(model(x), expected)
+            else:
+                assert torch.equal(model(x), expected)
+    assert not clock.calls
+
+
+def test_compiled_methods_of_a_model_are_compiled_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a method that is compiled anew in each call, and from the eighth on not at all."""
+    Clock(monkeypatch)
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(self.up(x).relu())
+
+    compiled: list[Any] = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    block, x = Block(), torch.randn(1, 3, 8)
+    run = torch.compile(Block.run, backend=compiler, fullgraph=True)
+    with torch.no_grad():
+        expected = run(block, x)
+        for _ in range(12):
+            with FewTokenLayers(block).in_use():
+                torch.testing.assert_close(run(block, x), expected)
+    assert len(compiled) == 2
+
+
+@torch.no_grad()
+def test_model_that_is_pickled_or_converted_in_a_block(products: list[int]) -> None:
+    """Would catch: pickles that need this package, and copies of weights in another dtype than the model by now."""
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.ones(1, 8)
+    expected = model(x)
+    with prepacked(model):
+        settle(model, x)
+        pickled = pickle.dumps(model)
+        again = copy.deepcopy(copy.deepcopy(model))
+        products.clear()
+        assert torch.equal(pickle.loads(pickled)(x), expected) and b"hf_specgen" not in pickled
+        assert torch.equal(again(x), expected) and torch.equal(pickle.loads(pickle.dumps(again))(x), expected)
+        torch.testing.assert_close(model.double()(x.double()), expected.double())
+    assert not products
+
+
+def test_layers_are_restored_after_ctrl_c_while_they_are_restored() -> None:
+    """Would catch: a model that keeps the rest of the layers for ever."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    before = attributes(model)
+    layers = FewTokenLayers(model)
+
+    def work() -> None:
+        with layers.in_use():
+            pass
+
+    lines = [attributes(model) == before for _ in interrupted_at_each_line(linear_layers._remove, work)]
+    assert len(lines) >= 3 and all(lines)
