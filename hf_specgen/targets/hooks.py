@@ -66,8 +66,16 @@ def thread_hooks(
                 handles.append(module.register_forward_hook(of_thread(after), with_kwargs=True))
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        try:
+            _remove(handles)
+        except BaseException:  # Ctrl-C in between
+            _remove(handles)
+            raise
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def changed_functions(module: nn.Module) -> Iterator[Any]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_specgen import MedusaCandidates, NgramCandidates, UnoCandidates, random_state
 from hf_specgen.decoding import DecodingLoop, DecodingSteps
+from hf_specgen.targets import hooks as hooks_of_targets
 from hf_specgen.targets.hooks import thread_hooks
 from tests.helpers import fresh_model, prompts
 from tests.helpers.interrupts import interrupted_at_each_line
@@ -30,6 +31,8 @@ def test_hooks_of_a_thread_are_removed() -> None:
             model(torch.ones(1, 2))
 
     for line in interrupted_at_each_line(thread_hooks, work):
+        assert hooks(model) == 0, line
+    for line in interrupted_at_each_line(hooks_of_targets._remove, work):
         assert hooks(model) == 0, line
 
 
