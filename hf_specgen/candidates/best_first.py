@@ -51,6 +51,16 @@ class SearchLimits:
     latency: NodeLatency | None = None
 
 
+@dataclass(slots=True)
+class Siblings(Generic[Tag]):
+    """The children of one node that the search has not reached yet: token, acceptance and tag of each, in order."""
+
+    remaining: Iterator[tuple[int, float, Tag]]
+    parent: int
+    parent_probability: float
+    level: int
+
+
 def best_first(
     root: Tag, children: Callable[[Tag, int], Iterable[tuple[int, float, Tag]]], depth: int, limits: SearchLimits
 ) -> SearchTree[Tag]:
@@ -64,24 +74,24 @@ def best_first(
         [1, 2, 9]
     """
     tree: SearchTree[Tag] = SearchTree()
-    # Path probability (negative), age (breaks ties), parent, depth, token, tag, later siblings, probability of parent.
-    heap: list[tuple[float, int, int, int, int, Tag, Iterator[tuple[int, float, Tag]], float]] = []
+    # Of each node in the tree the next child: negative path probability, age (breaks ties), token, tag, later siblings.
+    heap: list[tuple[float, int, int, Tag, Siblings[Tag]]] = []
     age = 0
 
-    def push(siblings: Iterator[tuple[int, float, Tag]], parent: int, level: int, parent_probability: float) -> None:
-        """Push the next child of a node; the sibling after it is pushed when it is added."""
+    def push_next(siblings: Siblings[Tag]) -> None:
+        """Push the next one of these siblings; those after it follow when it is added to the tree."""
         nonlocal age
-        next_sibling = next(siblings, None)
+        next_sibling = next(siblings.remaining, None)
         if next_sibling is None:
             return
         token, acceptance, tag = next_sibling
-        probability = parent_probability * acceptance
+        probability = siblings.parent_probability * acceptance
         if probability > limits.min_probability:
             age += 1
-            heappush(heap, (-probability, age, parent, level, token, tag, siblings, parent_probability))
+            heappush(heap, (-probability, age, token, tag, siblings))
 
     if depth > 0:
-        push(iter(children(root, 0)), -1, 1, 1.0)
+        push_next(Siblings(iter(children(root, 0)), parent=-1, parent_probability=1.0, level=1))
     latency = limits.latency
     tokens_of_step = 1.0  # expected, with the nodes so far
     best_rate = 0.0  # tokens per second of the best tree so far
@@ -89,19 +99,21 @@ def best_first(
         if latency is not None:
             best_rate = max(best_rate, tokens_of_step / latency.seconds[len(tree.tokens)])
             # No later node is more probable than the next one.
-            if -heap[0][0] <= best_rate * latency.least_seconds_per_node[len(tree.tokens)]:
+            next_probability = -heap[0][0]
+            if next_probability <= best_rate * latency.least_seconds_per_node[len(tree.tokens)]:
                 break
-            tokens_of_step -= heap[0][0]
-        negative_probability, _, parent, level, token, tag, siblings, parent_probability = heappop(heap)
+            tokens_of_step += next_probability
+        negative_probability, _, token, tag, siblings = heappop(heap)
         node = len(tree.tokens)
+        probability = -negative_probability
         tree.tokens.append(token)
-        tree.parents.append(parent)
-        tree.probability.append(-negative_probability)
+        tree.parents.append(siblings.parent)
+        tree.probability.append(probability)
         tree.tags.append(tag)
         if not limits.is_chain:
-            push(siblings, parent, level, parent_probability)
-        if level < depth:
-            push(iter(children(tag, level)), node, level + 1, -negative_probability)
+            push_next(siblings)
+        if siblings.level < depth:
+            push_next(Siblings(iter(children(tag, siblings.level)), node, probability, siblings.level + 1))
     return tree
 
 
@@ -136,21 +148,23 @@ def draft_rows(
     else:  # without a latency model, "auto" drafts what is not improbable
         limits = SearchLimits(max(depths), MIN_PATH_PROBABILITY, is_chain)
     trees = [search(row, limits) for row in range(len(depths))]
-    pairs = zip(trees, scales or [1.0] * len(trees), strict=True)
-    scaled = [replace(tree, probability=[scale * value for value in tree.probability]) for tree, scale in pairs]
+    scaled = [
+        replace(row_tree, probability=[scale * value for value in row_tree.probability])
+        for row_tree, scale in zip(trees, scales or [1.0] * len(trees), strict=True)
+    ]
     nodes = limits.nodes
     if isinstance(sizer, FastestTreeSizer):
-        nodes = sizer.num_verified_by_probability([tree.probability for tree in scaled], draft_seconds)
+        nodes = sizer.num_verified_by_probability([row_tree.probability for row_tree in scaled], draft_seconds)
     return draft_of(scaled, nodes), trees
 
 
 class SearchSession(DraftSession, Generic[Tag]):
     """Base class of sessions that search the tree of each row, without a forward pass.
 
-    Drafts have path probabilities times the ratio of accepted to expected tokens of the row, at most 1: the estimates
-    are right for all texts together, and too high for texts that repeat little. Their trees are sized with these, and
-    so are several drafts that are cut to a common size. Accepted tokens beyond the expected ones are not counted, so
-    that they do not raise the ratio of later drafts.
+    The path probabilities of `search` are unbiased over all texts, and too high for texts that repeat little. So those
+    of a draft are multiplied by the ratio of accepted to expected tokens of the row's earlier drafts, at most 1. Trees
+    are sized with the product, and so are several drafts that are cut to a common size. Accepted tokens beyond the
+    expected ones are not counted, so that they do not raise the ratio of later drafts.
     """
 
     tokens_per_pass = ()
