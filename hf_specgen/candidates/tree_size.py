@@ -121,8 +121,8 @@ class FixedTreeSizer(TreeSizer):
         if levels <= 0:
             return None
         since_sync = builder.num_levels % builder.levels_per_sync
-        # The host reads the trees every `levels_per_sync` levels. If one level is left, those of an accelerator are not
-        # read, since the pass takes less time than that.
+        # The host reads the probabilities every `levels_per_sync` levels, and may stop then. If one level is left, it
+        # does not read them from a GPU, since the pass that this might save takes less time.
         may_stop = not since_sync and (levels > 1 or builder.levels_per_sync == 1)
         if may_stop and not builder.read_probabilities().may_improve(self.max_nodes):
             return None
@@ -219,7 +219,7 @@ class FastestTreeSizer(TreeSizer):
 
     def _plan_with_sync(self, builder: TreeBuilder, k: int) -> ExpansionPlan | None:
         self._snapshot = builder.read_probabilities()
-        width = self._fastest_width(self._snapshot, builder)
+        width = self._choose_expansion_width(self._snapshot, builder)
         if not width:
             return None
         if builder.levels_per_sync == 1:
@@ -237,8 +237,8 @@ class FastestTreeSizer(TreeSizer):
         self._draft_seconds += plan.num_passes * float(self._pass_seconds[plan.expansion_width - 1])
         self._levels.expanded_width = plan.expansion_width
 
-    def _fastest_width(self, snapshot: ProbabilitySnapshot, builder: TreeBuilder) -> int:
-        """How many nodes of each row the next pass expands for the most expected tokens per second; 0 for no pass.
+    def _choose_expansion_width(self, snapshot: ProbabilitySnapshot, builder: TreeBuilder) -> int:
+        """How many nodes of each row the next pass should expand for the most tokens per second; 0 for no pass.
 
         A width of n means the n most probable candidates of the last level. Side effect: if expanding any of them may
         improve the tree, the level is added to `_levels`, for the estimator.
@@ -259,21 +259,22 @@ class FastestTreeSizer(TreeSizer):
         verified = fastest(tokens, seconds)
         # If further passes follow, at least as many present nodes count as verified as one path has.
         verified_if_extended = min(max(verified, builder.num_levels), len(tokens) - 1)
-        gains, seconds_ahead = self._further_levels(builder, verified_if_extended, cumulative, conditional)
+        gains, seconds_ahead = self._gains_of_further_levels(builder, verified_if_extended, cumulative, conditional)
         # Choice 0 is no further pass, choice 1 + i the i-th of `[2, levels, widths]`, whose last axis is the width.
         all_tokens = np.append(tokens[verified], tokens[verified_if_extended] + gains)
         all_seconds = np.append(seconds[verified], seconds_ahead)
         choice = fastest(all_tokens, all_seconds, margin=MIN_GAIN)
         return 1 + (choice - 1) % widths if choice else 0
 
-    def _further_levels(
-        self, builder: TreeBuilder, num_present: int, cumulative: Floats, conditional: Floats
+    def _gains_of_further_levels(
+        self, builder: TreeBuilder, num_verified: int, cumulative: Floats, conditional: Floats
     ) -> tuple[Floats, Floats]:
-        """Expected tokens of 1, 2, … further levels, and seconds of the step with them: `[2, levels, widths]` each.
+        """What 1, 2, … further levels add to the expected tokens, and the seconds of the step with them.
 
-        `[0]`: of each further level only the nodes to expand are verified; `[1]`: all of its candidates. `num_present`
-        nodes of the present levels are verified in both cases. All numbers of levels are compared, as the second draft
-        token may cost far less than the first one, and a run of certain tokens is faster only as a whole.
+        Both are `[2, levels, widths]`. `[0]`: of each further level only the nodes to expand are verified; `[1]`: all
+        of its candidates. `num_verified` nodes of the present levels are verified in both cases. All numbers of levels
+        are returned, as the second draft token may cost far less than the first one, and a run of certain tokens is
+        faster only as a whole. `cumulative` and `conditional`: see `LevelProbabilities.add`.
         """
         widths = np.arange(1, 1 + cumulative.shape[1])
         levels = np.arange(1, 1 + max(1, max(builder.max_depths) - builder.num_levels))[:, None]
@@ -281,7 +282,7 @@ class FastestTreeSizer(TreeSizer):
         expected_below = self._estimator.expected(conditional, len(levels))
         gains = (expected_below * self._estimator.scaled(cumulative)).sum(axis=2)
         expanded = levels * widths
-        nodes = np.minimum(num_present + np.stack([expanded, builder.children * expanded]), self.max_nodes)
+        nodes = np.minimum(num_verified + np.stack([expanded, builder.children * expanded]), self.max_nodes)
         seconds = self._target_seconds[nodes] + self._draft_seconds + levels * self._pass_seconds[: len(widths)]
         seconds[:, builder.num_expanded + expanded > self.max_nodes] = inf  # more than a tree may have
         return gains, seconds
@@ -302,8 +303,9 @@ class FastestTreeSizer(TreeSizer):
         tokens = np.cumsum([self._num_active_rows, *gains], dtype=float)[: len(self._target_seconds)]
         seconds = self._target_seconds[: len(tokens)] + draft_seconds
         if wants_q:
-            falls = np.flatnonzero(np.diff(tokens / seconds) < 0)
-            return int(falls[0]) if len(falls) else len(tokens) - 1
+            # Numbers of nodes n with fewer tokens per second at n + 1; the first one is the first local maximum.
+            before_decrease = np.flatnonzero(np.diff(tokens / seconds) < 0)
+            return int(before_decrease[0]) if len(before_decrease) else len(tokens) - 1
         return fastest(tokens, seconds)
 
     def drafting_seconds(self, passes: Sequence[int]) -> float:
