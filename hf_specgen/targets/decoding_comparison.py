@@ -129,7 +129,9 @@ def compare(call: PreparedCall, exit_layer: int | None, precision: torch.dtype) 
     errors = largest_differences(expected, found)
     if is_rounding(errors, precision):
         return None
-    return f"in a trial run its logits differed from those of plain decoding by {max(errors):.2g} standard deviations"
+    return (
+        f"in the self-check its logits differed from those of plain decoding by {max(errors):.2g} standard deviations"
+    )
 
 
 def _of_allowed_tokens(logits: torch.Tensor, config: GenerationConfig) -> torch.Tensor:

@@ -232,7 +232,7 @@ class SelfCheck:
             difference = str(error)
             cause = error
         except Exception as error:
-            difference = f"a trial run failed ({type(error).__name__}: {error})"
+            difference = f"the self-check failed ({type(error).__name__}: {error})"
             cause = error
         if difference is None:
             return None

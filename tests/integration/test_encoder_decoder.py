@@ -341,7 +341,7 @@ def ignoring_positions() -> Any:
 
 
 UNVERIFIABLE: dict[str, tuple[Callable[[], Any], int, str]] = {
-    "bart": (shifting_with_every_call, 1, "in a trial run its logits differed"),
+    "bart": (shifting_with_every_call, 1, "in the self-check its logits differed"),
     "whisper": (ignoring_positions, 2, ""),
     "fsmt": (lambda: encoder_decoder("fsmt"), 1, "its logits differed"),
     "prophetnet": (lambda: encoder_decoder("prophetnet"), 1, "only supported for `decoder_input_ids` of length 1"),

@@ -135,7 +135,7 @@ def test_failed_equivalence_test_of_rows_is_no_difference_of_scores(needs_rows: 
 
     model = fresh_model("llama")
     model.model.layers[0].mlp.register_forward_hook(fail)
-    words = f"with rows of different lengths a trial run failed (RuntimeError: no room); {remedy}"
+    words = f"with rows of different lengths the self-check failed (RuntimeError: no room); {remedy}"
     with pytest.raises(ValueError, match=re.escape(words)):
         model.generate(**prompts(2), candidate_generator=NgramCandidates())
 
