@@ -30,6 +30,7 @@ from hf_specgen.candidates.ngram import NgramCandidates
 from hf_specgen.candidates.ngram_history import NgramHistory
 from hf_specgen.candidates.recycling import RecyclingCandidates, RecyclingSession
 from hf_specgen.depth import AdaptiveDepth, Policy
+from hf_specgen.heads.mtp import NUM_LAYERS_KEYS
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.requirements import TargetRequirements
@@ -40,8 +41,6 @@ ENOUGH_TOKENS = 7.0
 """Expected tokens of a step from which the draft of the members without a pass is verified alone: from there on a
 drafter with a pass adds 0.3 to 0.8 tokens to a step; in steps with fewer expected tokens it adds 1.4 to 3.9."""
 Preset = Literal["auto", "latency", "throughput", "memory"]
-MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
-"""Fields of configs with the number of multi-token prediction layers."""
 
 
 class CombinedCandidates(Candidates):
@@ -278,7 +277,7 @@ class PresetCandidates(Candidates):
         self.name = self.drafter = name
 
     def for_model(self, model: PreTrainedModel) -> Candidates:
-        has_layer = self.name == "latency" and any(getattr(text_config(model), name, None) for name in MTP_FIELDS)
+        has_layer = self.name == "latency" and any(getattr(text_config(model), name, None) for name in NUM_LAYERS_KEYS)
         if has_layer and memory.recall(model, "has MTP", lambda: True):
             try:
                 WITH_MTP.target_requirements(model)

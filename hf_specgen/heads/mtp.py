@@ -57,6 +57,8 @@ EXPERT = re.compile(r"^(.+\.experts)\.\d{1,6}\.(gate|up|down)_proj\.weight$")
 """Matrices of one expert."""
 UNSUPPORTED_KEYS = ("mtp_hidden_states_first", "chain_hidden_post_norm", "mtp_use_dedicated_embeddings")
 """Keys of a target's config that change what its MTP layers compute, and are refused unless they are false."""
+NUM_LAYERS_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+"""Keys of configs with the number of MTP layers."""
 TARGET_COPIES = ("embed_tokens", "shared_head.head")
 """Copies of the target's embedding and output matrix, which are not loaded: the target's own are used."""
 
@@ -180,13 +182,26 @@ def _parts(checkpoint: Checkpoint, first: int) -> list[dict[str, TensorInfo]]:
             layers.setdefault(int(match["layer"]) - (0 if prefix is None else first), {})[part] = info
         elif module in RENAMED:
             shared[part] = info
-    if not layers or sorted(layers) != list(range(len(layers))):
+    if not layers:
         raise ValueError(
             "no MTP layers: neither model.layers.{number of layers}.eh_proj.weight nor mtp.fc.weight with mtp.layers.0 "
             f"is among its tensors (found {sorted(checkpoint.tensors)[:3]}); name a checkpoint that has them, or use "
             "another strategy, such as NgramCandidates()"
         )
+    _check_layers(checkpoint, sorted(layers))
     return [layers[index] | shared for index in range(len(layers))]
+
+
+def _check_layers(checkpoint: Checkpoint, indices: list[int]) -> None:
+    """Raise unless the layers of these indices are as many as the config names, without a gap."""
+    remedy = "name a checkpoint with all of its MTP layers, or use another strategy, such as NgramCandidates()"
+    fields = Fields(checkpoint.config)
+    for values, key in product((fields, fields.nested("text_config")), NUM_LAYERS_KEYS):
+        count = values.optional_integer(key)
+        if count is not None and count != len(indices):
+            raise ValueError(f"config.json has {key} = {count}, but the file has {len(indices)} MTP layers; {remedy}")
+    if indices != list(range(len(indices))):
+        raise ValueError(f"the file has MTP layers {indices}, counted from 0, so that some are missing; {remedy}")
 
 
 def _input_projections(decoder: Any, layers: list[dict[str, TensorInfo]]) -> list[dict[str, nn.Module]]:

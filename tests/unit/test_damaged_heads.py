@@ -5,6 +5,7 @@ import pickle
 import shutil
 import tracemalloc
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,22 @@ def mtp_tensor(part: str, value: torch.Tensor | None) -> Damage:
         content[name.replace("eh_proj.weight", part)] = value
 
     return tensors(change)
+
+
+def mtp_layer_copies(*indices: int) -> Damage:
+    """Adds copies of the MTP layer as the layers of these indices; it is layer 0 itself."""
+    first = MTP.target.config.num_hidden_layers
+
+    def change(content: Any) -> None:
+        prefix = f"model.layers.{first}."
+        for index, name in product(indices, [name for name in content if name.startswith(prefix)]):
+            content[name.replace(prefix, f"model.layers.{first + index}.")] = content[name].clone()
+
+    return tensors(change)
+
+
+def both(*damages: Damage) -> Damage:
+    return lambda folder: [damage(folder) for damage in damages]
 
 
 def packed_by(method: str, *parts: str) -> Damage:
@@ -282,6 +299,14 @@ for size in (0, 7, 100, 500_000):
     DAMAGED_ADAPTER.append((truncated(size, file), f"{{folder}}/{file} cannot be read as tensors"))
 MTP_LAYERS: list[tuple[Damage, str]] = [
     (mtp_tensor("eh_proj.weight", None), r"no MTP layers: neither .* nor mtp\.fc\.weight"),
+    (mtp_layer_copies(1), "config.json has num_nextn_predict_layers = 1, but the file has 2 MTP layers; name a"),
+    (config(num_nextn_predict_layers=2), "config.json has num_nextn_predict_layers = 2, but the file has 1 MTP layers"),
+    (config(text_config={"mtp_num_hidden_layers": 3}), "has mtp_num_hidden_layers = 3, but the file has 1 MTP"),
+    (config(num_mtp_layers="x"), "num_mtp_layers must be a whole number"),
+    (
+        both(config(num_nextn_predict_layers=2), mtp_layer_copies(2)),
+        r"the file has MTP layers \[0, 2\], counted from 0, so that some are missing",
+    ),
     (mtp_tensor("hnorm.weight", None), r"has no hnorm\.weight"),
     (mtp_tensor("self_attn.o_proj.weight", None), "missing_keys: .*o_proj"),
     (mtp_tensor("mlp.experts.1.up_proj.weight", None), "do not fit this target"),
