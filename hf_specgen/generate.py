@@ -270,7 +270,7 @@ def _warn_of_assistant_settings(arguments: dict[str, Any]) -> None:
     if names:
         remedies = "; ".join(f"{name}: {ASSISTANT_SETTINGS[name]}" for name in names)
         warnings.warn(
-            f"settings of assistant_model= have no effect with candidate_generator= ({remedies})",
+            f"settings of assistant_model= have no effect in speculative decoding by a strategy ({remedies})",
             stacklevel=compat.stacklevel_of_user(),
         )
 

@@ -29,12 +29,15 @@ OTHER_METHODS = ("penalty_alpha", "dola_layers", "assistant_early_exit", "use_mt
 def unsupported_argument(arguments: dict[str, Any]) -> str | None:
     """Why a call with these arguments cannot speculate, as far as `generate` would not pass them on to us."""
     if arguments.get("assistant_model") is not None:
-        return "both candidate_generator= and assistant_model= were given; leave one out"
+        return (
+            "assistant_model= asks for Transformers' own assisted generation; leave it out, or use plain "
+            "generate(candidate_generator=None)"
+        )
     if arguments.get("synced_gpus"):
-        return "candidate_generator= does not work with synced_gpus=True (FSDP, ZeRO-3); leave it out"
+        return "synced_gpus=True (FSDP, ZeRO-3) is not supported; use plain generate(candidate_generator=None)"
     config = arguments.get("generation_config")
     if "paged" in (arguments.get("cache_implementation"), getattr(config, "cache_implementation", None)):
-        return "candidate_generator= does not work with continuous batching (cache_implementation='paged')"
+        return "cache_implementation='paged' is for continuous batching; leave it out, or call generate_batch()"
     return None
 
 
@@ -43,7 +46,7 @@ def problems(
 ) -> Iterator[str]:
     """Why a call cannot speculate: what would otherwise be ignored, or go wrong later."""
     if model_kwargs.get("decoder_inputs_embeds") is not None:
-        yield "candidate_generator= needs the decoder's prompt as input_ids, not as decoder_inputs_embeds"
+        yield "decoder_inputs_embeds= has no tokens to draft from; give the decoder's prompt as decoder_input_ids"
     tokens = prompt_columns(input_ids, model_kwargs)
     if len(input_ids) * tokens == 0:
         yield f"the prompt is empty: input_ids has shape {tuple(input_ids.shape)}; give at least one token per row"
@@ -51,30 +54,33 @@ def problems(
         yield f"inputs_embeds has {tokens} columns, and input_ids {input_ids.shape[1]}; give one id for each, or no ids"
     if config.prompt_lookup_num_tokens is not None:
         saved = _saved(model, config, "prompt_lookup_num_tokens")
-        yield f"both candidate_generator= and prompt_lookup_num_tokens= were given; leave one out{saved}"
+        yield (
+            "prompt_lookup_num_tokens= asks for Transformers' own prompt lookup; leave it out, or use plain "
+            f"generate(candidate_generator=None){saved}"
+        )
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         asking = [f"{name}=" for name in OTHER_METHODS if getattr(config, name, None)]
         remedy = f"leave out {' and '.join(asking) or 'the setting that asks for it'}"
         remedy = f"set num_beams=1 instead of {config.num_beams}" if config.num_beams > 1 else remedy
         yield (
-            f"candidate_generator= works with greedy search and sampling, not with {mode.value}; {remedy} or leave "
-            f"candidate_generator out{_saved(model, config, 'num_beams', *OTHER_METHODS)}"
+            f"speculative decoding works with greedy search and sampling, not with {mode.value}; {remedy}, or use "
+            f"plain generate(candidate_generator=None){_saved(model, config, 'num_beams', *OTHER_METHODS)}"
         )
     if not model_kwargs.get("use_cache", True):
         saved = _saved(model, config, "use_cache")
-        yield f"candidate_generator= needs the key/value cache; give use_cache=True{saved}"
+        yield f"speculative decoding needs the key/value cache; give use_cache=True{saved}"
     # Whisper's `generate` then sets output_attentions itself.
     if getattr(config, "return_token_timestamps", False):
         yield (
-            "return_token_timestamps=True needs the attention weights of every token, which are not available with "
-            "candidate_generator=; leave out one of the two"
+            "return_token_timestamps=True needs the attention weights of every token, which are not available in "
+            "speculative decoding; leave it out, or use plain generate(candidate_generator=None)"
         )
     if hidden := [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name)]:
         verb = "are" if len(hidden) > 1 else "is"
         remedy = " and ".join(f"{name}=False" for name in hidden)
         yield (
-            f"{' and '.join(hidden)} {verb} not available with candidate_generator=; "
+            f"{' and '.join(hidden)} {verb} not available in speculative decoding; "
             f"give {remedy}{_saved(model, config, *hidden)}"
         )
     names = adapter_names(model)
@@ -121,8 +127,9 @@ def _input_problems(model: PreTrainedModel, model_kwargs: dict[str, Any], tokens
         positions is not None and positions.dim() not in (2, 3)
     ):
         yield (
-            "candidate_generator= works with models that take position_ids of shape [batch, tokens] or "
-            f"[axes, batch, tokens], got {'none' if positions is None else tuple(positions.shape)}"
+            "speculative decoding works with models that take position_ids of shape [batch, tokens] or "
+            f"[axes, batch, tokens], got {'none' if positions is None else tuple(positions.shape)}; use plain "
+            "generate(candidate_generator=None)"
         )
 
 

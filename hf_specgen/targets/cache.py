@@ -147,7 +147,8 @@ class RaggedCache(Cache):
         if any(layer.was_replaced() for layer in self.layers):
             raise UnrepeatableError(
                 "a hook or replaced function of the model puts other keys or values into the cache, as to compress it, "
-                "from which draft tokens cannot be removed; remove it, or leave candidate_generator= out"
+                "from which draft tokens cannot be removed; remove it, or use plain "
+                "generate(candidate_generator=None)"
             )
 
     @property

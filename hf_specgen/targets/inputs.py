@@ -153,8 +153,7 @@ class CallInputs:
         if positions > tokens:
             raise UnsupportedModelError(
                 f"the model cached {positions} positions for a prompt of {tokens} tokens; models that add "
-                "positions of their own (images without placeholders, prefix or prompt tuning) do not work with "
-                "candidate_generator="
+                "positions of their own (images without placeholders, prefix or prompt tuning) are not supported"
             )
         if self.prefill_rows is not None:
             cache.check_pass()  # before rows are selected, after which it would detect nothing
@@ -259,12 +258,12 @@ def takes_positions(model: PreTrainedModel) -> bool:
 def check_cache(given: Any, model: str) -> None:
     """Raise a `ValueError` unless `generate` has made a cache of the usual kind for an encoder-decoder."""
     if given is None:
-        raise ValueError(f"{model} uses no EncoderDecoderCache; call generate() without candidate_generator=")
+        raise ValueError(f"{model} uses no EncoderDecoderCache; use plain generate(candidate_generator=None)")
     parts = (getattr(given, "self_attention_cache", None), getattr(given, "cross_attention_cache", None))
     is_plain = all(type(part) is DynamicCache and not part.offloading for part in parts)
     if compat.is_user_defined(given) or not is_plain:
         raise ValueError(
-            f"candidate_generator= makes the cache of an encoder-decoder model itself; leave {compat.CACHE} out, and "
+            f"speculative decoding makes the cache of an encoder-decoder model itself; leave {compat.CACHE} out, and "
             'cache_implementation, or give cache_implementation="dynamic"'
         )
 
@@ -286,7 +285,7 @@ def check_step_arguments(model: PreTrainedModel, input_ids: torch.Tensor, model_
     if replaced:
         raise ValueError(
             f"the class {type(model).__name__} has a {replaced[0]} of its own, which may change what a pass receives "
-            "from step to step, while one pass verifies several steps; call generate() without candidate_generator="
+            "from step to step, while one pass verifies several steps; use plain generate(candidate_generator=None)"
         )
 
 
@@ -303,7 +302,7 @@ def call_cache(given: Any, config: Any, call: PreparedCall, keeps_all: bool) -> 
         if type(given) not in (DynamicCache, StaticCache, QuantizedCache):
             remedy = f"leave {compat.CACHE} out" if user_owned else 'give cache_implementation="dynamic"'
             raise ValueError(
-                "candidate_generator= works with a DynamicCache, StaticCache or QuantizedCache, not with "
+                "speculative decoding works with a DynamicCache, StaticCache or QuantizedCache, not with "
                 f"{type(given).__name__}; {remedy}"
             )
         if problem := _cache_problem(given, config, call):

@@ -43,8 +43,8 @@ from hf_specgen.targets.support import last_position
 SAVED = "self-check"
 """The kind of `saved_results` of models without hooks and classes of a user; refusals are found anew."""
 PASSED = "passed"
-WITHOUT_DRAFTS = "call generate() without candidate_generator="
-WITH_ONE_ROW = "give one prompt at a time, without padding, or leave candidate_generator= out"
+WITHOUT_DRAFTS = "use plain generate(candidate_generator=None)"
+WITH_ONE_ROW = "give one prompt at a time, without padding, or use plain generate(candidate_generator=None)"
 MAX_RESULTS = 64
 """Results that are kept for a model, for the states in which it has been used."""
 
@@ -232,7 +232,7 @@ class SelfCheck:
             difference = str(error)
             cause = error
         except Exception as error:
-            difference = f"the self-check failed ({type(error).__name__}: {error})"
+            difference = f"a pass of the self-check failed ({type(error).__name__}: {error})"
             cause = error
         if difference is None:
             return None
@@ -246,7 +246,7 @@ class SelfCheck:
     def _remedy(self, test: EquivalenceTest, reason: str) -> str:
         """What the caller can do: the remedy of the test, unless something else is simpler."""
         if IN_TRAINING in reason:
-            return "call model.eval() before generate(), or leave candidate_generator= out"
+            return "call model.eval() before generate(), or use plain generate(candidate_generator=None)"
         if self._exit_layer is not None:
             return "use another candidate generator"
         return test.remedy

@@ -51,16 +51,17 @@ def check_model(model: PreTrainedModel) -> None:
         embedded = None
     problems = {
         "uses gradient checkpointing in training mode, which switches the key/value cache off; call model.eval() "
-        "first, or leave candidate_generator out": model.training and compat.uses_activation_checkpointing(model),
+        "first, or use plain generate(candidate_generator=None)": model.training
+        and compat.uses_activation_checkpointing(model),
         "is used with prefix or prompt tuning (PEFT), whose virtual tokens take positions of their own; "
-        "call generate() without candidate_generator=": has_virtual_tokens(model),
+        "use plain generate(candidate_generator=None)": has_virtual_tokens(model),
         "is used with an activated LoRA (PEFT, alora_invocation_tokens), whose offsets count from the end of each pass "
-        "and so reach other tokens in a pass over several; disable that adapter, or call generate() without "
-        "candidate_generator=": uses_activated_lora(model),
+        "and so reach other tokens in a pass over several; disable that adapter, or use plain "
+        "generate(candidate_generator=None)": uses_activated_lora(model),
         "has parameters that are sharded over processes (FSDP, ZeRO-3), which must all run the same forward passes; "
-        "leave candidate_generator out": compat.is_sharded(model),
+        "use plain generate(candidate_generator=None)": compat.is_sharded(model),
         f"has {outputs} outputs and embeddings of {embedded} tokens, so that not all draft tokens can be read; call "
-        f"model.resize_token_embeddings({outputs}), or generate() without candidate_generator=": (
+        f"model.resize_token_embeddings({outputs}), or use plain generate(candidate_generator=None)": (
             embedded is not None and outputs is not None and embedded < outputs
         ),
     }
@@ -79,7 +80,7 @@ def check_architecture(model: PreTrainedModel) -> None:
     if compat.has_own_decoding(model):
         raise ValueError(
             f"{type(model).__name__} decodes by a loop of its own, which makes more than one token in a step (several "
-            "codebooks, or audio beside the text); call generate() without candidate_generator="
+            "codebooks, or audio beside the text); use plain generate(candidate_generator=None)"
         )
     config = text_config(model)
     arguments = inspect.signature(model.forward).parameters
@@ -89,8 +90,8 @@ def check_architecture(model: PreTrainedModel) -> None:
     places_tokens = not reads_encoder(model)
     unknown = ", ".join(sorted(set(getattr(config, "layer_types", None) or ()).difference(LAYER_TYPES)))
     masked = ", ".join(sorted(kinds - MASKS_OF_KERNELS)) if is_causal else ""
-    state = "which is not rolled back when a draft token is rejected; call generate() without candidate_generator="
-    place = ", so draft tokens cannot be placed in a tree; call generate() without candidate_generator="
+    state = "which is not rolled back when a draft token is rejected; use plain generate(candidate_generator=None)"
+    place = ", so draft tokens cannot be placed in a tree; use plain generate(candidate_generator=None)"
     is_masked_in_cache = places_tokens and kinds == {"sliding_attention"} and not _masks_sliding_windows(model)
     problems = {
         f"keeps a state outside of a cache, {state}": compat.is_stateful(model)
@@ -110,8 +111,8 @@ def check_architecture(model: PreTrainedModel) -> None:
             places_tokens and "local" in (getattr(config, "attention_layers", None) or ())
         ),
         f"has experts that drop tokens where a pass has more than {pass_capacity(model)}, as in verification; set "
-        f"expert_capacity={MIN_CAPACITY} or more (NLLB-MoE: moe_eval_capacity_token_fraction=1.0), or call generate() "
-        "without candidate_generator=": pass_capacity(model) < MIN_CAPACITY,
+        f"expert_capacity={MIN_CAPACITY} or more (NLLB-MoE: moe_eval_capacity_token_fraction=1.0), or use plain "
+        "generate(candidate_generator=None)": pass_capacity(model) < MIN_CAPACITY,
         f"applies its sliding window in the cache and not in the attention mask{place}": is_masked_in_cache,
     }
     if problem := first_problem(model, problems):
@@ -138,7 +139,8 @@ def check_length(model: PreTrainedModel, first_positions: Sequence[int], new_tok
         raise ValueError(
             f"{type(model).__name__} changes its rotary frequencies ({kind}) at position {edge}, which this text may "
             "reach, so draft tokens there would change its scores; "
-            + (f"set max_new_tokens to at most {remaining}" if remaining > 0 else "leave candidate_generator= out")
+            + (f"set max_new_tokens to at most {remaining}, or " if remaining > 0 else "")
+            + "use plain generate(candidate_generator=None)"
         )
 
 

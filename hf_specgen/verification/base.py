@@ -60,8 +60,8 @@ class VerificationSession(ABC):
             names = ", ".join(self.processors.lockstep)
             raise ValueError(
                 f"output_scores= includes those of rows that have ended, which {names} may compute from all "
-                "rows; set row_wise = True on a processor whose rows are independent, or leave output_scores= or "
-                "candidate_generator= out"
+                "rows; set row_wise = True on a processor whose rows are independent, leave output_scores= out, or "
+                "use plain generate(candidate_generator=None)"
             )
 
     @abstractmethod

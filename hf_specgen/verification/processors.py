@@ -82,7 +82,7 @@ def refusing_side_effects(
     if not torch.equal(ids, before):
         raise error(
             f"{names} changed input_ids in place, which plain generate() continues with; return new scores instead, or "
-            "leave candidate_generator= out"
+            "use plain generate(candidate_generator=None)"
         )
     if random_state is None or torch.equal(random_state, generator.get_state()):
         return
@@ -91,12 +91,13 @@ def refusing_side_effects(
     if operations.found if operations is not None else not is_seeded:
         raise error(
             f"{names} drew from PyTorch's global random generator, which samples the tokens too; use a torch.Generator "
-            "of its own, or leave candidate_generator= out"
+            "of its own, or use plain generate(candidate_generator=None)"
         )
     if is_seeded:
         raise error(
             f"torch.manual_seed was called while {names} ran, by it or by another thread, and the generator samples "
-            "the tokens too; use a torch.Generator there, or leave candidate_generator= out"
+            "the tokens too; use a torch.Generator there, or use plain "
+            "generate(candidate_generator=None)"
         )
 
 

@@ -263,4 +263,4 @@ def verdict(outcomes: list[Outcome]) -> Verdict:
 
 def without_model(sentence: str) -> str:
     """A refusal without the name of the class and its general remedy."""
-    return re.sub(r"^\w+ ", "", sentence).removesuffix("; call generate() without candidate_generator=")
+    return re.sub(r"^\w+ ", "", sentence).removesuffix("; use plain generate(candidate_generator=None)")

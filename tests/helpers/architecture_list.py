@@ -78,7 +78,7 @@ def page(by_name: dict[str, str]) -> str:
     refused: dict[str, list[str]] = {}
     for name, result in by_name.items():
         if result not in groups:
-            reason = result.removesuffix("; call generate() without candidate_generator=").replace("|", "/")
+            reason = result.removesuffix("; use plain generate(candidate_generator=None)").replace("|", "/")
             refused.setdefault(reason, []).append(f"`{name}`")
     rows = "".join(f"| {', '.join(names)} | {reason} |\n" for reason, names in refused.items())
     parts.append(f"\n## Refused\n\n| type | reason |\n|---|---|\n{rows}")

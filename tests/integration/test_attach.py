@@ -4,6 +4,7 @@ import contextvars
 import copy
 import io
 import pickle
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -232,7 +233,7 @@ def test_saved_checkpoint_does_not_contain_the_strategy(model: Any, tmp_path: An
 
 PLAIN_CALLS: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: {"num_beams": 2, "do_sample": True}, "not with beam_sampl"),
-    (lambda: {"assistant_model": tiny_model("llama")}, "assistant_model= were given"),
+    (lambda: {"assistant_model": tiny_model("llama")}, "assistant_model= asks for Transformers' own"),
     (lambda: {"use_cache": False}, "needs the key/value cache"),
     (lambda: {"assistant_early_exit": 1}, "not with assisted_generation"),  # calls generate() of the same model itself
     (lambda: {"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states is not available"),
@@ -259,6 +260,21 @@ def test_call_that_cannot_speculate_is_plain_with_one_warning_or_raises_if_stric
     totals = hf_specgen.statistics(model)
     assert totals.calls == 0 and list(totals.plain_calls.values()) == [2]
     assert reason in next(iter(totals.plain_calls)) and "2 calls without speculation" in totals.summary()
+
+
+@pytest.mark.parametrize("settings", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 2}], ids=str)
+def test_refusal_names_a_call_that_a_caller_without_a_strategy_argument_can_make(
+    model: Any, settings: dict[str, Any]
+) -> None:
+    """Would catch: "leave candidate_generator= out" for those who gave none, or a remedy that is refused as well."""
+    remedy = re.escape("use plain generate(candidate_generator=None)")
+    expected = generate(model, 1, **settings)
+    with pytest.raises(ValueError, match=remedy):
+        list(hf_specgen.generate_many(model, [[1, 5, 6]], max_new_tokens=2, **settings))
+    with hf_specgen.attached(model, NgramCandidates(), strict=True):
+        with pytest.raises(ValueError, match=remedy):
+            generate(model, 1, **settings)
+        assert torch.equal(generate(model, 1, candidate_generator=None, **settings), expected)
 
 
 def test_unsupported_cache_falls_back_and_streams_the_prompt_once(model: Any) -> None:

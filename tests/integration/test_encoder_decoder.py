@@ -304,7 +304,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "cache": (lambda: {CACHE: EncoderDecoderCache(DynamicCache(), DynamicCache())}, CACHE),
     "static": (lambda: {"cache_implementation": "static"}, 'cache_implementation="dynamic"'),
     "layers": (lambda: drafting(LayerSkipCandidates(1, k=2)), "does not work with BartFor.*decoder-only models"),
-    "embeddings": (lambda: {"decoder_inputs_embeds": torch.zeros(1, 1, 32)}, "not as decoder_inputs_embeds"),
+    "embeddings": (lambda: {"decoder_inputs_embeds": torch.zeros(1, 1, 32)}, "decoder_inputs_embeds= has no tokens"),
     "decoder alone": (
         lambda: drafting(DraftModelCandidates(tiny_model("llama"), k=2)),
         "is an encoder-decoder and the draft LlamaForCausalLM a decoder-only model",

@@ -124,7 +124,7 @@ def test_wrong_number_of_adapters_is_named(rows: int, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("needs_rows", "remedy"), [(True, "give one prompt at a time"), (False, "call generate() without")]
+    ("needs_rows", "remedy"), [(True, "give one prompt at a time"), (False, "use plain generate(")]
 )
 def test_failed_equivalence_test_of_rows_is_no_difference_of_scores(needs_rows: bool, remedy: str) -> None:
     """Would catch: a comparison of scores that was not made; one prompt as a remedy, with which it fails too."""
@@ -135,7 +135,7 @@ def test_failed_equivalence_test_of_rows_is_no_difference_of_scores(needs_rows: 
 
     model = fresh_model("llama")
     model.model.layers[0].mlp.register_forward_hook(fail)
-    words = f"with rows of different lengths the self-check failed (RuntimeError: no room); {remedy}"
+    words = f"with rows of different lengths a pass of the self-check failed (RuntimeError: no room); {remedy}"
     with pytest.raises(ValueError, match=re.escape(words)):
         model.generate(**prompts(2), candidate_generator=NgramCandidates())
 

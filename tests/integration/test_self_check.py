@@ -553,7 +553,7 @@ class WithoutCache(LlamaForCausalLM):
     ],
 )
 def test_reason_names_what_the_model_does(kind: Any, reason: str) -> None:
-    """Would catch: a refusal whose only reason is that the self-check failed."""
+    """Would catch: a refusal whose only reason is that a pass of the self-check failed."""
     model = kind(fresh_model("llama").config).eval()
     with pytest.raises(ValueError, match=f"cannot verify draft tokens: {reason}"):
         model.generate(**prompts(1), max_new_tokens=8, candidate_generator=NgramCandidates())

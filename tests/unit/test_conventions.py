@@ -31,6 +31,18 @@ def test_every_test_has_a_docstring() -> None:
     assert not missing, f"say which bug they would catch: {', '.join(missing)}"
 
 
+def test_no_refusal_asks_to_leave_out_the_strategy() -> None:
+    """Would catch: a remedy for calls of `generate` alone, read by users of `attach` or `generate_many`."""
+    texts = [
+        f"{file.name}: {node.value}"
+        for file in (ROOT / "hf_specgen").rglob("*.py")
+        for node in ast.walk(parsed(file))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    wrong = [text for text in texts if re.search(r"(leave|without|with) candidate_generator\b", text)]
+    assert not wrong, f"say what each caller can do, as use plain generate(candidate_generator=None): {wrong}"
+
+
 def replaced(file: Path) -> Iterator[str]:
     """What a file replaces of the package, by `setattr` and `delattr` of a monkeypatch, or by `patch` of `mock`."""
     tree = parsed(file)
