@@ -19,6 +19,7 @@ from conversations import ChatFormat
 from hf_specgen import __version__
 from hf_specgen.call_statistics import Statistics
 from hf_specgen.candidates.auto import chat_template_hash
+from target import revision_of
 
 RECORD = "training.json"  # file beside the weights: for which target, chat template and length they were trained
 TEMPLATES = Path(__file__).with_name("templates")
@@ -46,7 +47,7 @@ def write_card(
         write_custom_generate(folder, args.hub_model_id)
     data = ModelCardData(
         library_name=drafter.library,
-        license=license_of(args.target),
+        license=license_of(args.target, revision_of(args)),
         tags=["speculative-decoding", "hf_specgen"],
         base_model=args.target if not Path(args.target).exists() else None,  # ids of the Hub only
     )
@@ -72,10 +73,11 @@ def write_card(
     card.save(folder / "README.md")
 
 
-def license_of(target: str) -> str | None:
+def license_of(target: str, revision: str = "main") -> str | None:
     """The license that the target's own card names, if there is one."""
     with suppress(OSError, ValueError):
-        path = Path(target) / "README.md" if Path(target).exists() else hf_hub_download(target, "README.md")
+        is_local = Path(target).exists()
+        path = Path(target, "README.md") if is_local else hf_hub_download(target, "README.md", revision=revision)
         return ModelCard.load(path).data.license
     return None
 

@@ -25,13 +25,14 @@ from typing import Any
 
 from accelerate import PartialState
 from huggingface_hub import InferenceClient
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from arguments import DataArguments, Options, launch, option, parse
 from conversations import ChatFormat, Row, domain_of, first_of_domains, naming_row, prompt_of, read_rows
 from hf_specgen import AutoCandidates, Completion, generate_many
 from hf_specgen.cli.generate import answer_missing, digest, read_answers, write_rows
 from hf_specgen.evaluation.workloads import local_files
+from target import load_tokenizer
 
 Numbered = Sequence[tuple[int, Row]]
 """Rows with their numbers, which decide the seeds of their answers."""
@@ -86,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def local_answers(args: AnswerArguments, rows: Numbered) -> Iterator[tuple[int, Row, int]]:
     """Answers of the target in this process, by speculative decoding."""
-    chat = ChatFormat(AutoTokenizer.from_pretrained(args.target), args.chat_template_kwargs)
+    chat = ChatFormat(load_tokenizer(args), args.chat_template_kwargs)
     model: Any = AutoModelForCausalLM.from_pretrained(args.target, **args.target_kwargs).eval()
     if not {"device_map", "quantization_config"} & args.target_kwargs.keys():
         model = model.to(PartialState().device)

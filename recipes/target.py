@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from arguments import Arguments, deferred_signals, differences
@@ -67,6 +67,11 @@ def load_target(args: Arguments) -> PreTrainedModel:
     return cast(PreTrainedModel, target if is_placed else target.to(args.device))
 
 
+def load_tokenizer(args: Any) -> PreTrainedTokenizerBase:
+    """The target's tokenizer, of the same revision as its weights."""
+    return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(args.target, revision=revision_of(args)))
+
+
 def weights_version(target: str, revision: str = "main") -> str:
     """What changes with the weights of a target: the commit of a repository of the Hub, or a digest of a folder."""
     folder = Path(target)
@@ -91,7 +96,7 @@ def description_of_target(args: Arguments) -> dict[str, Any]:
     return {"target": args.target, "target_weights": version, "bf16": args.bf16}
 
 
-def revision_of(args: Arguments) -> str:
+def revision_of(args: Any) -> str:
     """The revision of the Hub that the target is loaded from."""
     return str(args.target_kwargs.get("revision") or "main")
 

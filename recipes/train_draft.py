@@ -26,7 +26,7 @@ from drafter import Drafter, with_lora
 from hf_specgen.heads.source import source_errors
 from hf_specgen.targets.model_parts import decoder_layers, keeps_state, output_logits, output_matrix
 from losses import Drafts
-from target import States, read_target, whole
+from target import States, load_tokenizer, read_target, revision_of, whole
 from training import run
 
 
@@ -70,7 +70,7 @@ class ModelDrafter(Drafter):
             count = len(decoder_layers(target))
             if not args.layers or not all(0 <= layer < count for layer in args.layers):
                 raise ValueError(f"layers must be indices of the target's layers, 0 to {count - 1}, got {args.layers}")
-        elif _vocabulary(args.draft) != _vocabulary(args.target):
+        elif _vocabulary(args.draft) != _vocabulary(args.target, revision_of(args)):
             raise ValueError(f"{args.draft} and {args.target} have different tokenizers; choose another draft")
 
     def draft(self, batch: Batch, states: States) -> Drafts:
@@ -83,7 +83,7 @@ class ModelDrafter(Drafter):
         return super().settings(with_tree and not keeps_state(self.model.config.get_text_config()))
 
     def save(self, folder: Path) -> None:
-        AutoTokenizer.from_pretrained(self.args.target).save_pretrained(folder)
+        load_tokenizer(self.args).save_pretrained(folder)
         if self.adapted is not None and not self.args.merge:
             self.adapted.save_pretrained(folder)
             return
@@ -91,9 +91,9 @@ class ModelDrafter(Drafter):
         plain.to(self.target.dtype).save_pretrained(folder)
 
 
-def _vocabulary(name: str) -> dict[str, int]:
+def _vocabulary(name: str, revision: str = "main") -> dict[str, int]:
     with source_errors(name):
-        return dict(AutoTokenizer.from_pretrained(name).get_vocab())
+        return dict(AutoTokenizer.from_pretrained(name, revision=revision).get_vocab())
 
 
 def from_layers(target: PreTrainedModel, layers: list[int]) -> PreTrainedModel:

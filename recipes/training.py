@@ -17,7 +17,7 @@ from accelerate.utils import reduce
 from datasets import Dataset
 from huggingface_hub import HfApi
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer, EvalPrediction, PreTrainedModel, Trainer, TrainerCallback, set_seed
+from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainerCallback, set_seed
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from arguments import Arguments, calling_at_signals, differences, parse
@@ -47,6 +47,7 @@ from target import (
     description_of_target,
     is_stored,
     load_target,
+    load_tokenizer,
     stored_states,
     target_without_layers,
 )
@@ -70,7 +71,7 @@ def run(
     args = parse(arguments_class, documentation, arguments)
     check_arguments(args)
     with source_errors(args.target):
-        chat = ChatFormat(AutoTokenizer.from_pretrained(args.target), args.chat_template_kwargs)
+        chat = ChatFormat(load_tokenizer(args), args.chat_template_kwargs)
     source, prompts = read_data(args)
     needs_answers = bool(prompts) and not args.dry_run and (args.eval_strategy != "no" or args.simulate)
     folders = [Path(args.features or "") / name for name in ("train", "evaluation")[: 1 + needs_answers]]

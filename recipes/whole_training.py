@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from argparse import ArgumentParser
 from dataclasses import asdict
 from importlib import import_module
 from math import ceil
@@ -16,10 +17,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import yaml
 from rich.console import Console
 
 import generate_answers
-from arguments import differences, parse, preset
+from arguments import Options, differences, parse, preset
 from conversations import ChatFormat, read_rows
 from hf_specgen.candidates import CombinedCandidates
 from hf_specgen.cli.checkpoints import without_weights
@@ -49,7 +51,8 @@ class Training:
         self.settings = settings
         self.console = console
         self.recipe = import_module(SCRIPTS.get(settings.kind, f"train_{settings.kind}"))
-        self.target = without_weights(workloads.checkpoint(settings.model))
+        self.source = workloads.checkpoint(settings.model, revision_in(settings.recipe_arguments))
+        self.target = without_weights(self.source)
         self.output = settings.output or Path(f"{Path(settings.model).name}-{settings.kind}")
         self.work = self.output.with_name(f"{self.output.name}-work")
         self.held_out = self.work / "held-out.jsonl"
@@ -78,7 +81,7 @@ class Training:
         chosen = {
             name: str(value) for name, value in asdict(self.settings).items() if name not in ("dry_run", "output")
         }
-        chosen["model_weights"] = weights_version(self.settings.model)
+        chosen["model_weights"] = weights_version(self.settings.model, self.source.revision or "main")
         file = self.work / "plan.json"
         if not file.exists():
             return self.keep({"settings": chosen, "trained": False, **self.measured_plan()})
@@ -156,6 +159,8 @@ class Training:
     def answer_arguments(self) -> list[str]:
         """The arguments of generate_answers.py."""
         arguments = ["--target", self.settings.model, "--prompts", self.settings.data, "--exclude", str(self.held_out)]
+        if self.source.revision:
+            arguments += ["--target-kwargs", json.dumps({"dtype": "auto", "revision": self.source.revision})]
         return [*arguments, "--output", str(self.data), "--max-new-tokens", str(self.settings.max_new_tokens)]
 
     def recipe_arguments(self, plan: dict[str, Any]) -> list[str]:
@@ -177,7 +182,7 @@ class Training:
 
     def compare(self) -> None:
         """Print the speed of the result, of n-grams and of plain `generate` on held-out prompts."""
-        model, tokenizer = workloads.load(workloads.checkpoint(self.settings.model), "auto")
+        model, tokenizer = workloads.load(self.source, "auto")
         strategies = workloads.strategies([str(self.output)], tokenizer=tokenizer)
         variants = [strategy.variant(compile=False) for strategy in strategies]
         measured = Comparison([Variant(workloads.PLAIN, dict), *variants])
@@ -199,6 +204,18 @@ class Training:
         self.console.print(
             f"model.generate(**inputs, candidate_generator={trained.code})", highlight=False, soft_wrap=True
         )
+
+
+def revision_in(arguments: list[str]) -> str:
+    """The target's revision among the arguments of a recipe, or in the file of its --config; empty if not given."""
+    finder = ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", type=Path)
+    finder.add_argument("--target-kwargs", "--target_kwargs", type=Options)
+    given = finder.parse_known_args(arguments)[0]
+    kwargs = given.target_kwargs
+    if kwargs is None and given.config is not None:
+        kwargs = (yaml.safe_load(given.config.read_text(encoding="utf-8")) or {}).get("target_kwargs")
+    return str((kwargs or {}).get("revision") or "")
 
 
 def rows_per_step(answers: int) -> int:

@@ -1,7 +1,8 @@
-"""A Hub that cannot be reached."""
+"""A Hub that cannot be reached, and a cache of it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
@@ -19,3 +20,18 @@ def unreachable_hub() -> Iterator[None]:
         patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         patch.setattr(constants, "ENDPOINT", CLOSED)
         yield
+
+
+def cached(cache: Path, name: str, files: Path, revision: str = "main") -> None:
+    """Add a checkpoint to a cache of the Hub."""
+    folder, commit = cache / f"models--org--{name}", "0123456789" * 4
+    (folder / "snapshots").mkdir(parents=True)
+    (folder / "snapshots" / commit).symlink_to(files)
+    (folder / "refs").mkdir()
+    (folder / "refs" / revision).write_text(commit)
+
+
+def use_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the Hub's client read this cache."""
+    for module in ("constants", "utils._cache_manager"):
+        monkeypatch.setattr(f"huggingface_hub.{module}.HF_HUB_CACHE", str(cache))

@@ -33,7 +33,7 @@ from tests.helpers.cli import run
 from tests.helpers.head_fixtures import FIXTURES
 from tests.helpers.medusa import random_heads
 from tests.helpers.models import small_llama
-from tests.helpers.network import unreachable_hub
+from tests.helpers.network import cached, unreachable_hub, use_cache
 from tests.helpers.paths import DRAFT_LM, HEAD_FIXTURES, REFERENCE_LM
 
 MODEL = str(REFERENCE_LM)
@@ -230,21 +230,6 @@ def test_found_on_the_hub_by_base_model_and_family_best_format_first(monkeypatch
     assert "hf-specgen doctor org/target-8B --draft c/target-8B-speculator.eagle3" in printed
     monkeypatch.setattr(HfApi, "list_models", lambda *_, **__: [])
     assert "nothing was found" in run("find", "org/target-8B", exit_code=1)
-
-
-def cached(cache: Path, name: str, files: Path, revision: str = "main") -> None:
-    """Add a checkpoint to a cache of the Hub."""
-    folder, commit = cache / f"models--org--{name}", "0123456789" * 4
-    (folder / "snapshots").mkdir(parents=True)
-    (folder / "snapshots" / commit).symlink_to(files)
-    (folder / "refs").mkdir()
-    (folder / "refs" / revision).write_text(commit)
-
-
-def use_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the Hub's client read this cache."""
-    for module in ("constants", "utils._cache_manager"):
-        monkeypatch.setattr(f"huggingface_hub.{module}.HF_HUB_CACHE", str(cache))
 
 
 def test_found_in_the_cache_are_checkpoints_that_fit_the_target(tmp_path: Path, monkeypatch: Any) -> None:

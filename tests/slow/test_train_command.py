@@ -8,20 +8,23 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import train_draft
 import train_eagle
 from hf_specgen import AutoCandidates
 from hf_specgen.cli.__main__ import app
 from tests.helpers.cli import run
+from tests.helpers.network import cached, use_cache
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import SECONDS_PER_CALL, run_by_torchrun, started
 from tests.helpers.recipes import arguments, losses, run_as_script, write_rows
-from whole_training import rows_per_step
+from whole_training import revision_in, rows_per_step
 
 SHORT = ["--steps", "8", "--max-length", "96", "--evaluation-tokens", "4"]
 SHORT += ["--disable-tqdm", "true"]
@@ -70,6 +73,33 @@ def test_train_makes_a_drafter(folder: Path, prompt_file: Path, tmp_path: Path, 
     published = [output / "README.md", *output.glob("*config.json")]
     folders = [str(folder), str(tmp_path)]
     assert not [file for file in published for path in folders if path in file.read_text(encoding="utf-8")]
+
+
+def test_train_reads_the_target_of_a_revision_everywhere(
+    folder: Path, prompt_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: a tokenizer, answers or a comparison of `main`, which is not cached here."""
+    cached(tmp_path / "hub", "target", folder / "target", "v1")
+    use_cache(tmp_path / "hub", monkeypatch)
+    arguments = command(Path("org"), prompt_file, tmp_path / "draft", "draft")
+    printed = run(*arguments, "--target-kwargs", "{revision: v1}")
+    assert printed.endswith(f"candidate_generator=AutoCandidates.from_pretrained('{tmp_path / 'draft'}'))")
+    same = {"layers": None, "draft": str(folder / "target"), "target": "org/target"}
+    train_draft.ModelDrafter.check(SimpleNamespace(**same, target_kwargs={"revision": "v1"}), cast(Any, None))
+
+
+@pytest.mark.parametrize(
+    ("given", "revision"),
+    [([], ""), (["--target_kwargs", "{revision: v1}"], "v1"), (["--config", "c.yaml"], "v2"), (["--lr", "1"], "")],
+    ids=str,
+)
+def test_revision_is_that_of_the_arguments_of_the_recipe(
+    given: list[str], revision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: answers and a comparison of another revision than the one that is trained for."""
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text("target_kwargs: {revision: v2}")
+    assert revision_in(given) == revision
 
 
 @pytest.mark.parametrize("kind", PLANNED)
