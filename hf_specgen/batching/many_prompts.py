@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from math import inf
 from numbers import Integral
 from time import perf_counter
+from traceback import format_exception
 from typing import Any
 
 import torch
@@ -102,7 +103,8 @@ def generate_many(
             seed, several sequences per prompt, and what `generate(candidate_generator=…)` refuses; the message begins
             with the index of the prompt, as that of any error in its own part of a step. Where an exception does not
             show its argument as the message, as `OSError`, a note has the index. An error in a shared pass ends all;
-            the message begins with the indices of the prompts in it.
+            the message begins with the indices of the prompts in it. Where several prompts have failed, notes of the
+            error that is raised have the others, with their tracebacks.
 
     Example:
         >>> from transformers import AutoModelForCausalLM
@@ -210,6 +212,11 @@ class _Batch:
                 yield from self._admit(calls, max_rows)
             if self._failures:
                 raise self._failures[min(self._failures)]
+        except Exception as error:
+            for _, failure in sorted(self._failures.items()):
+                if failure is not error:
+                    error.add_note("Another prompt has failed:\n" + "".join(format_exception(failure)).rstrip())
+            raise
         finally:
             for call in self._calls:
                 call.stack.close()

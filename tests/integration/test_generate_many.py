@@ -403,7 +403,7 @@ def test_error_in_a_step_of_a_prompt_loses_no_other_row(kind: str, max_rows: int
         "streamer": lambda number: Failing({4: 3, 3: 5}.get(number)),
     }
     strategy = STRATEGIES["draft trees" if kind == "shared drafter" else "ngram"](model)
-    with pytest.raises(RuntimeError, match=r"^prompt 3: a failing step$"):
+    with pytest.raises(RuntimeError, match=r"(?m)\Aprompt 3: a failing step$"):
         for completion in generate_many(model, prompts, strategy, **arguments):
             answers[completion.index] = completion.tokens
     assert {0, 1, 2} <= set(answers) and not answers.keys() & {3, 4}
@@ -491,6 +491,20 @@ def test_error_in_a_shared_draft_names_its_prompts(max_rows: int) -> None:
     prompts = "prompts 0, 1, 2" if max_rows == 3 else "prompt 0"
     with pytest.raises(RuntimeError, match=f"^{prompts}: a failing drafter$"):
         list(generate_many(tiny_model("llama"), some_prompts(5), FailingTogether(), **arguments))
+
+
+@pytest.mark.parametrize("last", ["shared draft", "prompt"])
+def test_errors_of_several_prompts_are_raised_together(last: str) -> None:
+    """Would catch: the error of a prompt lost behind that of a later pass, or of an earlier prompt."""
+    fails_at = {2: 3, 0: 5 if last == "prompt" else None}
+    arguments = {**GREEDY, "eos_token_id": None, "streamer": lambda index: Failing(fails_at.get(index)), "max_rows": 3}
+    strategy = NgramCandidates() if last == "prompt" else FailingTogether()
+    raised_text = "prompt 0: a failing step" if last == "prompt" else "prompts 0, 1: a failing drafter"
+    with pytest.raises(RuntimeError, match=f"(?m)\\A{raised_text}$") as raised:
+        list(generate_many(tiny_model("llama"), some_prompts(5), strategy, **arguments))
+    (note,) = raised.value.__notes__
+    assert note.startswith("Another prompt has failed:\nTraceback") and "in put" in note
+    assert note.endswith("RuntimeError: prompt 2: a failing step")
 
 
 def test_error_in_a_shared_pass_names_its_prompts() -> None:
