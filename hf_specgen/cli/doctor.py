@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from typing import Any, get_args
@@ -35,6 +35,7 @@ from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.cost import least_acceptance, measure_cost_curve, measure_latency
 from hf_specgen.evaluation.measure import Comparison, Interval, Variant, measure_call, total_counts
 from hf_specgen.evaluation.workloads import PLAIN, Strategy, strategies
+from hf_specgen.heads.source import Source
 
 LINE = "model.generate(**inputs, candidate_generator={})"
 SIGNS = {GOOD: "[green]✓[/]", WARNING: "[yellow]![/]", BAD: "[red]✗[/]"}
@@ -118,19 +119,31 @@ def examine(settings: DoctorSettings) -> Report:
     target = checkpoints.without_weights(settings.target, settings.dtype)
     named = strategies(settings.draft, dtype=settings.dtype, trust_remote_code=settings.trust_remote_code)
     report.findings.append(checkpoints.support(target, "target"))
+    warned = set()
     for one in named:
         if one.source is not None and not isinstance(one.candidates, CombinedCandidates):
             label = f"{one.source.path_or_id}: " if len(settings.draft) > 1 else ""
             found = checkpoints.check(one, target, settings.dtype)
             report.findings += [replace(finding, found=label + finding.found) for finding in found]
+            if any(finding.result == WARNING for finding in found):
+                warned.add(one.source)
     if report.bad:
         report.reason = "solve what is marked with ✗ first"
     elif settings.run:
         _measure(settings, device, target.dtype, named, report)
     else:
-        report.recommendation = LINE.format(named[-1].code)
+        report.recommendation = LINE.format(unmeasured(named, warned).code)
         report.reason = "the static checks found no problem; the speed was not measured"
+        if len(settings.draft) > 1:
+            report.reason += ", so the line has the first draft without a warning"
     return report
+
+
+def unmeasured(named: Sequence[Strategy], warned: Collection[Source | None]) -> Strategy:
+    """A strategy of the first draft without a warning, or else of the first draft; without drafts n-grams."""
+    sources = [one.source for one in named if one.source is not None]
+    first = next((source for source in sources if source not in warned), sources[0] if sources else None)
+    return [one for one in named if one.source == first][-1]  # a draft model together with n-grams
 
 
 def _measure(settings: DoctorSettings, device: str, dtype: torch.dtype, named: list[Strategy], report: Report) -> None:
@@ -213,14 +226,14 @@ def _variants(found: Sequence[Strategy], device: str) -> tuple[dict[str, str], l
 
 
 def verification_cost(curve: CostCurve) -> Finding:
-    """From which acceptance rate on drafts pay on this machine, at the depth that suits its T(q) best."""
-    sizes = ", ".join(f"{size} tokens {curve.relative(size):.2f}" for size in curve.queries[1:])
-    found = f"T(1) {1000 * curve(1):.1f} ms; times as long take {sizes} (batch size {curve.batch})"
+    """T(q), and from which acceptance rate on drafts are faster here, at the depth that suits T(q) best."""
+    sizes = ", ".join(f"T({size}) {curve.relative(size):.2f}" for size in curve.queries[1:])
+    found = f"T(1) {1000 * curve(1):.1f} ms; relative to it: {sizes} (batch size {curve.batch})"
     acceptance, depth = least_acceptance(curve)
     if acceptance >= 1:
-        return Finding("verification", WARNING, found, "no draft of up to 15 tokens pays, whatever is accepted")
+        return Finding("verification", WARNING, found, "no draft of up to 15 tokens is faster, whatever is accepted")
     plural = "s" if depth > 1 else ""
-    meaning = f"drafts pay from an acceptance rate of {acceptance:.2f} on, with {depth} draft token{plural}"
+    meaning = f"drafts are faster from an acceptance rate of {acceptance:.2f} on, with {depth} draft token{plural}"
     return Finding("verification", GOOD if acceptance <= 0.5 else WARNING, found, meaning)
 
 
@@ -317,7 +330,8 @@ def tune(settings: TuneSettings) -> None:
     for curve, drafters in latency.buckets:
         passes = {f"T({tokens})": curve.relative(tokens) for tokens in (2, 4, 8, 16, 32)}
         passes |= {kind: one.seconds[0] / curve(1) for kind, one in drafters.items() if kind != ANY_DRAFTER}
-        step = f"{curve.batch} rows of {curve.context} tokens: T(1) {1000 * curve(1):.1f} ms"
+        rows_of = "1 row" if curve.batch == 1 else f"{curve.batch} rows"
+        step = f"{rows_of} of {curve.context} tokens: T(1) {1000 * curve(1):.1f} ms"
         console.print(f"{step}; relative to it: {', '.join(f'{name} {value:.2f}' for name, value in passes.items())}")
     console.print(
         f"{settings.latency}: read by AdaptiveDepth(latency={str(settings.latency)!r})", markup=False, highlight=False

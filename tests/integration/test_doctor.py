@@ -19,6 +19,7 @@ from hf_specgen.cli import checkpoints, doctor
 from hf_specgen.cli.__main__ import app
 from hf_specgen.cli.doctor import Report, examine
 from hf_specgen.cli.settings import DoctorSettings
+from hf_specgen.depth import CostCurve
 from hf_specgen.evaluation.measure import Comparison, Sample, Variant
 from hf_specgen.evaluation.workloads import BUNDLED_DRAFT, BUNDLED_HEADS, BUNDLED_MODEL, Strategy
 from hf_specgen.heads.source import Source
@@ -96,6 +97,21 @@ def test_doctor_without_a_run_loads_nothing_and_recommends_what_was_named(monkey
     assert result.exit_code == 0, result.output
     for text in ("✓", "target support", f"AutoCandidates.from_pretrained('{HEADS}')", "was not measured", "torch 2"):
         assert text in " ".join(result.output.split())
+
+
+def test_doctor_without_a_run_recommends_the_first_draft_without_a_warning() -> None:
+    """Would catch: the draft that was named last, here one of half the target's size, in the line of code."""
+    first, last = (checked(draft=drafts) for drafts in ([DRAFT, HEADS], [HEADS, DRAFT]))
+    assert first.recommendation == last.recommendation
+    assert f"AutoCandidates.from_pretrained('{HEADS}')" in first.recommendation
+    assert "first draft without a warning" in first.reason
+
+
+def test_verification_cost_names_passes_and_the_least_acceptance() -> None:
+    """Would catch: a ratio beside the wrong number of tokens."""
+    finding = doctor.verification_cost(CostCurve((1, 2, 8), (0.05, 0.06, 0.1), context=64, batch=4))
+    assert finding.found == "T(1) 50.0 ms; relative to it: T(2) 1.20, T(8) 2.00 (batch size 4)"
+    assert finding.meaning.startswith("drafts are faster from an acceptance rate of ")
 
 
 def test_doctor_prints_names_with_brackets(tmp_path: Path) -> None:
