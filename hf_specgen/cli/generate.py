@@ -24,6 +24,7 @@ from hf_specgen.cli.settings import GenerateSettings
 from hf_specgen.depth import FixedDepth
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.workloads import chosen_strategy, prompt_text, read_rows
+from hf_specgen.heads.source import offline_hint
 
 Row = dict[str, Any]
 SETTINGS_WITHOUT_EFFECT_ON_ANSWERS = ("plain", "draft", "device", "history")
@@ -186,4 +187,5 @@ def _dataset(settings: GenerateSettings) -> list[Row]:
         return [dict(row) for row in rows]
     except Exception as error:  # the readers of many formats raise errors of many types
         reason = str(error).split("\n", 1)[0]
-        raise FileNotFoundError(f"cannot load the dataset {settings.source!r}: {reason}") from error
+        hint = offline_hint(settings.source)
+        raise FileNotFoundError(f"cannot load the dataset {settings.source!r}: {reason}{hint}") from error

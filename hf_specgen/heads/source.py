@@ -38,7 +38,9 @@ def source_errors(source: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = first_line(error)
-        raise OSError(reason if source in reason else f"cannot load {source!r}: {reason}") from error
+        reason = reason if source in reason else f"cannot load {source!r}: {reason}"
+        hint = offline_hint(source)
+        raise OSError(reason if hint in reason else reason.rstrip(".") + hint) from error
     except (ImportError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # damaged files raise errors of many types, some with the reason in the second line

@@ -468,6 +468,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 FAST = "--device cpu --max-new-tokens 2"
 OWN = "org/own --trust-remote-code"
 OF_THE_HUB = [
+    f"doctor org/target --revision v1 --draft {OWN} --no-run",
     f"doctor org/target --revision v1 --draft org/heads@v1 --draft {OWN} --no-run",
     f"doctor {OWN} --draft org/target@v1 {FAST} --rounds 1 --prompt a",
     f"generate {OWN} prompts.jsonl answers.jsonl --draft org/target@v1 {FAST}",
@@ -488,6 +489,8 @@ def test_command_loads_a_revision_and_code_of_the_hub(hub: Path, line: str) -> N
     ("arguments", "message"),
     [
         (["doctor", "org/target", "--no-run"], "cannot load 'org/target'"),
+        (["doctor", "org/target", "--no-run"], "HF_HUB_OFFLINE is set, so only files in the local cache are found"),
+        (["generate", "org/target@v1", "org/data", "out.jsonl"], "HF_HUB_OFFLINE is set, so only files in the local"),
         (["doctor", "org/own", "--no-run"], "--trust-remote-code runs the code of the repository"),
         (["doctor", "org/target@v1", "--draft", "org/own"], "--trust-remote-code runs the code of the repository"),
         (["doctor", "org/target@v2"], "cannot load 'org/target'"),
