@@ -171,7 +171,7 @@ class Chat:
         self.console.print(text, style=style, end="", markup=False, highlight=False, soft_wrap=True)
 
     def _command(self, name: str = "", argument: str = "") -> None:
-        message = HELP
+        message = HELP if name in ("", "help") else f"there is no command /{name}\n{HELP}"
         if name in ("plain", "strategy"):
             wanted = PLAIN if name == "plain" else argument or self.strategy
             unknown = "" if wanted in self.choices else f"there is no strategy {wanted!r}; "

@@ -286,7 +286,7 @@ def test_again_with_another_strategy_gives_the_same_answer(chat: Chat) -> None:
         ("/strategy [/x] [dim]", "there is no strategy '[/x] [dim]'; strategies"),
         ("/again", "there is no answer to repeat"),
         ("/help", "answer the last question again"),
-        ("/nonsense", "/strategy [NAME]"),
+        ("/nonsense", "there is no command /nonsense"),
         ("/", "/strategy [NAME]"),
     ],
 )
