@@ -115,7 +115,8 @@ class Speculation:
         settings = self.settings.for_model(model)
         candidates = settings.candidates
         if settings.prediction is not None and not candidates.uses_prediction:
-            raise ValueError(f"prediction= needs n-grams, which {candidates!r} lacks; add NgramCandidates() to it")
+            remedy = "draft with CombinedCandidates([NgramCandidates(), …])"
+            raise ValueError(f"prediction= needs n-grams, which {candidates!r} lacks; {remedy}")
         mask = model_kwargs.get(decoder_argument(model, "attention_mask"))
         state = GenerationState.of_call(input_ids, mask, stopping_criteria, compat.pad_token(config))
         call = Call(

@@ -214,7 +214,8 @@ class Candidates(CandidateGenerator, ABC):
         Raises:
             ValueError: if it has no n-grams.
         """
-        raise ValueError(f"history= needs n-grams, which {self!r} lacks; add NgramCandidates() to it")
+        remedy = "draft with CombinedCandidates([NgramCandidates(), …])"
+        raise ValueError(f"history= needs n-grams, which {self!r} lacks; {remedy}")
 
     def _changed(self, **attributes: Any) -> Self:
         """A copy with other values of attributes."""

@@ -197,7 +197,7 @@ class EagleCandidates(HeadCandidates):
     of that with 32: text of which the head is nearly certain is accepted to a greater depth."""
     head_classes = (Eagle1Head, Eagle3Head)
     has_mask_token = False
-    expected = "an EAGLE head without a mask token (P-EAGLE)"
+    expected = "an EAGLE head without the mask token of P-EAGLE"
 
 
 class PEagleCandidates(HeadCandidates):

@@ -51,7 +51,9 @@ def main(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command()
 def export(
     heads: Annotated[str, typer.Argument(help="Hub id or folder of Medusa, EAGLE, P-EAGLE or block heads.")],
-    to: Annotated[str, typer.Option(help="The program: medusa, tgi or vllm; for others eagle, sglang or vllm.")],
+    to: Annotated[
+        str, typer.Option(help="The program: medusa, tgi or vllm for Medusa heads; eagle, sglang or vllm for others.")
+    ],
     output: Annotated[Path, typer.Option(help="Folder to write to.")],
     target: Annotated[str, typer.Option(help="Hub id or folder of the target, for its output matrix (Medusa).")] = "",
     revision: Annotated[str, typer.Option(help="Branch, tag or commit of the heads.")] = "",

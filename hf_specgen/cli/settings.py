@@ -129,7 +129,10 @@ class ChatSettings(AnswerSettings):
 class GenerateSettings(AnswerSettings):
     """Answer the prompts of a file or dataset: resumable, sharded by `accelerate launch`."""
 
-    source: Annotated[str, Argument(help="JSONL file of prompts, also .jsonl.gz, or the id of a dataset of the Hub.")]
+    source: Annotated[
+        str,
+        Argument(help="JSONL file of prompts, also .jsonl.gz; .txt with one in each line; or a dataset of the Hub."),
+    ]
     output: Annotated[Path, Argument(help="JSONL file to write: the rows of the source with their answers.")]
     column: Annotated[str, Option(help="Column of the prompts: texts, or lists of chat messages.")] = "prompt"
     answer_column: Annotated[str, Option(help="Column to write.")] = "answer"

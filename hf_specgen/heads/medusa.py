@@ -333,6 +333,8 @@ def _check_expressible(config: MedusaConfig, to: str, target: PreTrainedModel | 
     if config.own_outputs or not (config.lora_rank or to == "vllm"):
         return
     if target is None:
-        raise ValueError(f"these heads need the target's output matrix in the format of {to}; give the target")
+        raise ValueError(
+            f"{to}'s format holds the target's output matrix, so these heads need it; give the target (--target)"
+        )
     if output_matrix(target).bias is not None:
         raise ValueError(f"{to} cannot represent the bias of the target's output matrix; export heads that share it")

@@ -315,9 +315,13 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"synced_gpus": True}, "synced_gpus"),
     ({"custom_generate": len}, "custom_generate"),
     ({"candidate_generator": ReadsOutputs()}, "reads the target's outputs"),
-    ({"candidate_generator": RecyclingCandidates(), "prediction": [1]}, "prediction= needs n-grams"),
+    (
+        {"candidate_generator": RecyclingCandidates(), "prediction": [1]},
+        "with CombinedCandidates([NgramCandidates(), …])",
+    ),
     ({"candidate_generator": RecyclingCandidates(), "history": True}, "history= needs n-grams, which Recycling"),
     ({"candidate_generator": CombinedCandidates([RecyclingCandidates()]), "history": True}, "history= needs n-grams"),
+    ({"candidate_generator": RecyclingCandidates(), "history": True}, "with CombinedCandidates([NgramCandidates"),
     ({"candidate_generator": None, "history": True}, "history= needs a strategy: give candidate_generator= too"),
 ]
 
