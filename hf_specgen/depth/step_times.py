@@ -3,8 +3,8 @@
 The speed of a machine may change by a factor of two from one second to the next, with its clock rate or with other
 processes, so that the times of two sizes are not comparable as they are. The logarithm of a step's time is the sum of
 three terms: log T(1) at the speed that the machine has in this step, log(T(q) / T(1)), and noise. The first is a random
-walk over the steps, the second is constant for each size. Their joint normal distribution is updated by every step, as
-in a Kalman filter. So each size is compared with the steps before and after it, and a size that has had few steps
+walk over the steps, the second is constant for each size. Every step updates the normal distribution of these two,
+as in a Kalman filter. So each size is compared with the steps before and after it, and a size that has had few steps
 remains uncertain, instead of being taken for as fast as the machine was in them.
 
 The first step of the first adaptive call has no draft and gives T(1). If it was delayed, drafts seem to take no time,
