@@ -143,11 +143,16 @@ class LinearLayer:
         bias = self.module._parameters.get("bias")
         return output if bias is None else output.add_(bias)
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether it belongs to a model that was copied in a pass: it computes as its class does, and is not needed."""
+        return self._weight is None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearLayer:
-        """In a model that is copied in a pass, the copy computes as its class does."""
+        """Without a weight it computes as its class does."""
         copied = LinearLayer.__new__(LinearLayer)
         copied.module = copy.deepcopy(self.module, memo)
-        copied._weight = copied._bias = copied._prepacked = None  # type: ignore[assignment]  # like no weight
+        copied._weight = copied._bias = copied._prepacked = None  # type: ignore[assignment]
         return copied
 
     def __reduce__(self) -> Any:
@@ -274,6 +279,10 @@ class FewTokenLayers:
 
     def __init__(self, *modules: nn.Module):
         parts = {part for module in modules for part in module.modules()}
+        for part in parts:
+            layer = layer_of(part.__dict__.get("forward"))
+            if layer is not None and layer.is_copy:
+                part.__dict__.pop("forward", None)
         self._layers = [LinearLayer(part) for part in parts if _is_replaceable(part, torch.float32)]
 
     @contextmanager

@@ -509,6 +509,9 @@ def test_model_that_is_pickled_or_converted_in_a_block(products: list[int]) -> N
         assert torch.equal(again(x), expected) and torch.equal(pickle.loads(pickle.dumps(again))(x), expected)
         torch.testing.assert_close(model.double()(x.double()), expected.double())
     assert not products
+    with FewTokenLayers(again).in_use():
+        assert torch.allclose(again(x), expected)
+    assert "forward" not in vars(again[0])
 
 
 def test_layers_are_restored_after_ctrl_c_while_they_are_restored() -> None:
