@@ -52,6 +52,9 @@ def problems(
         yield f"the prompt is empty: input_ids has shape {tuple(input_ids.shape)}; give at least one token per row"
     if input_ids.shape[1] not in (0, tokens):
         yield f"inputs_embeds has {tokens} columns, and input_ids {input_ids.shape[1]}; give one id for each, or no ids"
+    embeddings = model_kwargs.get("inputs_embeds")
+    if embeddings is not None and len(embeddings) != len(input_ids):
+        yield f"inputs_embeds has {len(embeddings)} rows, and input_ids {len(input_ids)}; give one row of ids for each"
     if config.prompt_lookup_num_tokens is not None:
         saved = _saved(model, config, "prompt_lookup_num_tokens")
         yield (
