@@ -94,6 +94,7 @@ class Target:
         passed: Any = model_kwargs.get(compat.CACHE)
         self.returns_cache = compat.is_user_defined(passed)
         """Whether the caller of `generate` gave a cache, and so sees its contents even if only tokens are returned."""
+        self._passed_pair: EncoderDecoderCache | None = passed if isinstance(passed, EncoderDecoderCache) else None
         self._passed_cache = getattr(passed, "self_attention_cache", passed)
         self.cache = call_cache(self._passed_cache, self._config, prepared, keeps_all=bool(self._graphs))
         self._model_cache: Any = self.cache
@@ -348,7 +349,11 @@ class Target:
         self.cache.to_dynamic(cache)
         if self._graphs is not None:
             self._graphs.release(self.cache)
-        if self._model_cache is self.cache:
+        if self._model_cache is not self.cache:
+            self._model_cache.self_attention_cache = cache
+            cache = self._model_cache
+        if self._passed_pair is None:
             return cache
-        self._model_cache.self_attention_cache = cache
-        return self._model_cache
+        # It holds the same two caches.
+        self._passed_pair.is_updated = getattr(cache, "is_updated", self._passed_pair.is_updated)
+        return self._passed_pair

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_specgen import (
@@ -101,6 +109,26 @@ def test_returned_cache_continues_in_plain_generate_and_in_ours(architecture: st
     for output in outputs:
         assert torch.equal(output.sequences, expected.sequences)
         assert [one.shape for one in tensors_of(output[CACHE])] == [one.shape for one in tensors_of(expected[CACHE])]
+
+
+@pytest.mark.parametrize("reads_encoder", [False, True])
+def test_cache_of_an_encoder_decoder_given_to_a_decoder_is_returned(reads_encoder: bool) -> None:
+    """Would catch: another object in the output, or flags by which the next turn adds the encoder's keys again."""
+    config = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, add_cross_attention=reads_encoder)
+    model = GPT2LMHeadModel(config).eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    states = {"encoder_hidden_states": torch.randn(2, 7, 32)} if reads_encoder else {}
+    texts = []
+    for arguments in ({}, {"candidate_generator": NgramCandidates(k=3)}):
+        cache, ids, flags = EncoderDecoderCache(DynamicCache(), DynamicCache()), prompts(2)["input_ids"], []
+        for _ in range(3):
+            call: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE: cache, **states}
+            output = model.generate(**call, max_new_tokens=6, return_dict_in_generate=True, **arguments)
+            assert output[CACHE] is cache
+            flags.append(dict(cache.is_updated))
+            ids = torch.cat([output.sequences, torch.full((2, 1), 5)], dim=1)
+        texts.append((ids.tolist(), flags, cache.get_seq_length()))
+    assert texts[0] == texts[1]
 
 
 def test_cache_made_in_inference_mode_continues_outside() -> None:
