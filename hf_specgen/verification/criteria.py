@@ -65,4 +65,11 @@ class CustomCriteria:
         scores: Any = None if self.scores is None else (*self.scores, *chosen_scores)
         ids = self._state.prefix(self._state.prompt_length + positions)
         with refusing_side_effects(self._criteria, ids, self._do_sample, self._state.default_device):
-            return self._criteria(ids, scores).tolist()
+            stops = self._criteria(ids, scores)
+        if stops.shape != ids.shape[:1]:  # plain generate() goes on with such a result
+            names = " or ".join(sorted({type(criterion).__name__ for criterion in self._criteria}))
+            raise ValueError(
+                f"stopping criteria returned a result of shape {tuple(stops.shape)} for {len(ids)} rows; return one "
+                f"value for each row from {names}"
+            )
+        return list(stops.tolist())

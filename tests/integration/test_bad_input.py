@@ -367,6 +367,7 @@ INPUTS: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: {"inputs": torch.empty(0, 4, dtype=torch.long)}, "prompt is empty"),
     (lambda: {"inputs_embeds": torch.randn(1, 5, 64), **prompts(1)}, "has 5 columns, and input_ids 12; give one id"),
     (lambda: {"inputs_embeds": torch.randn(2, 12, 64), **prompts(1)}, "has 2 rows, and input_ids 1; give one row"),
+    (lambda: {**prompts(2), "stopping_criteria": [lambda ids, *_, **__: ids[:, :1] < 0]}, "shape (2, 2) for 2 rows"),
     (lambda: {**prompts(1), "attention_mask": torch.ones(1, 40).triu(1)}, "mask has 40 columns for a prompt of 12"),
     (lambda: {CACHE: OwnCache(), **prompts(1)}, "not with OwnCache; leave"),
     (with_cached_prompt, "the cache holds 12 tokens already"),
