@@ -29,7 +29,7 @@ _MODULES = {
     "batching.many_prompts": "Completion generate_many",
     "monitor": "Monitor MonitorSession SpeculationMonitor",
     "outputs": "SpeculativeOutput",
-    "linear_layers": "prepacked",
+    "prepacked_weights": "prepacked",
     "tree": "DraftTree",
     "verification": "VerificationResult VerificationSession Verifier",
 }

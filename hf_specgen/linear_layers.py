@@ -1,19 +1,17 @@
-"""Linear layers on a CPU: the fastest product for few tokens, and `prepacked` for weights in another layout.
+"""Linear layers on a CPU, by the fastest product for each number of tokens.
 
 PyTorch's `linear` multiplies few tokens slowly on a CPU: a single token with one thread, a few in a slow path of the
 BLAS library. Other products of the same factors take down to a quarter of the time. Which one is the fastest depends on
 the machine, the shape of the matrix and the number of tokens, so all are timed in turns in the first passes.
 
-Source: oneDNN's documentation, "Memory format propagation"; PyTorch's inductor prepacks weights by the same operators.
+Source: the operator of oneDNN's product is that of PyTorch's inductor.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import operator
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,10 +31,6 @@ SLOW = 1.5  # times the shortest time of all: a product that takes longer is tim
 BLOCKS_PER_THREAD = 8  # of the weights, for a single token: more than one, so that all threads end together
 CALLS_PER_TIME = 128
 """Calls of layers of one shape of which one is timed after that: other programs may have delayed the first ones."""
-PREPACKED_TOKENS = 8  # tokens of a verification pass, for which prepacked weights have to be the fastest
-
-logger = logging.getLogger("hf_specgen")
-_lock = threading.Lock()
 
 
 def _functions() -> tuple[Any, ...]:
@@ -71,13 +65,14 @@ class LinearLayer:
             products += [LinearLayer.transposed, LinearLayer.onednn, LinearLayer.onednn_transposed]
         self.products = products
         threads = torch.get_num_threads()
-        self._blocks = math.gcd(len(_matrix(module)), BLOCKS_PER_THREAD * threads)
+        outputs, self._inputs = matrix(module).shape
+        self._blocks = math.gcd(outputs, BLOCKS_PER_THREAD * threads)
         has_bias = self._bias is not None
         key = (type(module), self._weight.shape, self._dtype, has_bias, threads, *products)
         self._choices = _choices.setdefault(key, {})
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The output of the layer, by the fastest product if there are few tokens."""
+        """The output of the layer, by the fastest product unless there are many tokens."""
         # First of all, so that compiled code depends on nothing else. The input may be given by its name.
         if torch.compiler.is_compiling() or kwargs or len(args) != 1:
             return self.ordinary(*args, **kwargs)
@@ -94,7 +89,9 @@ class LinearLayer:
         """Whether other products than the ordinary one give the same result."""
         parameters = self.module._parameters
         is_same_layer = parameters.get("weight") is self._weight and parameters.get("bias", self) is self._bias
-        if not is_same_layer or not (x.dtype == self._weight.dtype == self._dtype and x.is_cpu):
+        if not is_same_layer or x.shape[-1] != self._inputs:
+            return False
+        if not (x.dtype == self._weight.dtype == self._dtype and x.is_cpu):
             return False
         needs_ordinary = torch.is_autocast_enabled("cpu") or torch.are_deterministic_algorithms_enabled()
         if torch.is_grad_enabled() or needs_ordinary:
@@ -112,7 +109,7 @@ class LinearLayer:
         The product of a matrix and a vector takes one thread, so for a single token the matrix is divided into blocks
         of outputs, which the threads multiply side by side.
         """
-        weight = _matrix(self.module)
+        weight = matrix(self.module)
         outputs, inputs = weight.shape
         if x.numel() > inputs:
             return self._output(torch.mm(weight, x.reshape(-1, inputs).t()).t().contiguous(), x)
@@ -123,12 +120,12 @@ class LinearLayer:
 
     def onednn(self, x: torch.Tensor) -> torch.Tensor:
         """By oneDNN, from the weights as they are."""
-        return self._by_onednn(x, _matrix(self.module))
+        return self._by_onednn(x, matrix(self.module))
 
     def onednn_transposed(self, x: torch.Tensor) -> torch.Tensor:
         """By oneDNN, which takes the weights for the input and the input for the weights."""
         rows = x.reshape(-1, x.shape[-1])
-        return self._output(_onednn_product(_matrix(self.module), rows, None).t().contiguous(), x)
+        return self._output(_onednn_product(matrix(self.module), rows, None).t().contiguous(), x)
 
     def prepacked(self, x: torch.Tensor) -> torch.Tensor:
         """By oneDNN, from the copy of the weights in its layout."""
@@ -231,7 +228,7 @@ class _ProductChoice:
             return
         _ProductChoice.comparisons += 1
         others = [product for product in self._products if product is not LinearLayer.ordinary]
-        same = [product for product in others if _is_same(_output_or_none(product, layer, x), expected)]
+        same = [product for product in others if is_same_output(_output_or_none(product, layer, x), expected)]
         self._usable = [LinearLayer.ordinary, *same]
         self._is_checked = True
 
@@ -253,7 +250,7 @@ def _output_or_none(product: Product, layer: LinearLayer, x: torch.Tensor) -> to
         return None
 
 
-def _is_same(output: torch.Tensor | None, expected: torch.Tensor) -> bool:
+def is_same_output(output: torch.Tensor | None, expected: torch.Tensor) -> bool:
     """Whether two outputs differ by rounding alone, which is coarse in bfloat16."""
     if output is None or output.shape != expected.shape:
         return False
@@ -262,8 +259,8 @@ def _is_same(output: torch.Tensor | None, expected: torch.Tensor) -> bool:
     return bool((output.float() - expected).norm() <= tolerance * expected.norm())
 
 
-class FewTokenLayers:
-    """The linear layers of modules, which in the context `in_use` multiply few tokens by the fastest product.
+class FastLinearLayers:
+    """The linear layers of modules, which in the context `in_use` are computed by the fastest product.
 
     It works in float32 on a CPU; elsewhere the context does nothing. Results differ by rounding only, as they do
     between numbers of tokens. With `torch.use_deterministic_algorithms(True)` all products are the ordinary ones.
@@ -273,7 +270,7 @@ class FewTokenLayers:
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4))
-        >>> with torch.no_grad(), FewTokenLayers(model).in_use():
+        >>> with torch.no_grad(), FastLinearLayers(model).in_use():
         ...     outputs = model(torch.ones(1, 4))
     """
 
@@ -283,7 +280,7 @@ class FewTokenLayers:
             layer = layer_of(part.__dict__.get("forward"))
             if layer is not None and layer.is_copy:
                 part.__dict__.pop("forward", None)
-        self._layers = [LinearLayer(part) for part in parts if _is_replaceable(part, torch.float32)]
+        self._layers = [LinearLayer(part) for part in parts if is_replaceable(part, torch.float32)]
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -294,47 +291,10 @@ class FewTokenLayers:
                 layer.module.__dict__.setdefault("forward", layer.forward)
             yield
         finally:
-            _restore(self._layers)
+            restore(self._layers)
 
 
-@contextmanager
-def prepacked(model: nn.Module) -> Iterator[None]:
-    """In this context the linear layers of a model use prepacked weights where these are faster, in any forward pass.
-
-    For plain `generate` as for speculative decoding. It works on a CPU in float32 and, with AVX-512, in bfloat16;
-    elsewhere it logs a warning and does nothing. Entering it copies and times the weights, which takes about a second
-    per GiB, so one block should hold many calls; the copies take the memory of the weights again until it ends. Results
-    differ by rounding only, as they do between batch sizes. Other threads that run the model meanwhile use the copies
-    too. The outermost of nested blocks decides.
-
-    The values of the weights must not be changed inside the block, as by training or by merging an adapter; the copies
-    would not follow.
-
-    Args:
-        model: any module with `nn.Linear` layers, or `Conv1D` layers as in GPT-2.
-
-    Raises:
-        TypeError: if it is no module.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(4, 4))
-        >>> with prepacked(model):
-        ...     outputs = model(torch.ones(1, 4))
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"prepacked takes a model, got {model!r}")
-    layers: list[LinearLayer] = []
-    try:
-        with _lock:
-            layers += [layer for group in _groups(model) for layer in _prepacked_layers(group)]
-            for layer in layers:
-                layer.module.__dict__["forward"] = layer.forward
-        yield
-    finally:
-        _restore(layers)
-
-
-def _restore(layers: Sequence[LinearLayer]) -> None:
+def restore(layers: Sequence[LinearLayer]) -> None:
     """Let layers compute as their class does; after Ctrl-C in between, all the same."""
     try:
         _remove(layers)
@@ -350,24 +310,7 @@ def _remove(layers: Sequence[LinearLayer]) -> None:
             layer.module.__dict__.pop("forward", None)
 
 
-def _groups(model: nn.Module) -> list[list[nn.Module]]:
-    """The layers that can be prepacked, and are not, grouped by shape and dtype."""
-    groups: dict[tuple[Any, ...], list[nn.Module]] = {}
-    with_bfloat16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    dtypes = (torch.float32, torch.bfloat16) if with_bfloat16 else (torch.float32,)
-    for module in model.modules():
-        if _is_replaceable(module, *dtypes):
-            weight = _matrix(module)
-            groups.setdefault((*weight.shape, weight.dtype), []).append(module)
-    if not groups and not any(layer_of(one.forward) for one in model.modules()):
-        logger.warning_once(  # type: ignore[attr-defined]  # of Transformers
-            f"prepacked() does nothing for {type(model).__name__}: it works with linear layers on a CPU, in float32 "
-            "or, with AVX-512, in bfloat16"
-        )
-    return list(groups.values())
-
-
-def _is_replaceable(module: nn.Module, *dtypes: torch.dtype) -> bool:
+def is_replaceable(module: nn.Module, *dtypes: torch.dtype) -> bool:
     """Whether a module is a plain linear layer on a CPU in one of these dtypes, whose products are not chosen yet."""
     if type(module) not in (nn.Linear, Conv1D) or not torch.backends.mkldnn.is_available():
         return False
@@ -380,7 +323,7 @@ def _is_replaceable(module: nn.Module, *dtypes: torch.dtype) -> bool:
     bias: Any = module._parameters.get("bias", weight)
     if bias is not None and (not _is_plain(bias) or bias.dtype != weight.dtype or not bias.is_contiguous()):
         return False
-    if bias is not None and bias.shape != _matrix(module).shape[:1]:
+    if bias is not None and bias.shape != matrix(module).shape[:1]:
         return False
     # An instance `forward` belongs to somebody else, as of accelerate; in a copied model it is the class's own. One
     # without prepacked weights is of a pass in another thread.
@@ -395,42 +338,7 @@ def _is_plain(tensor: Any) -> bool:
     return type(tensor) is nn.Parameter and tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 
-def _matrix(module: nn.Module) -> torch.Tensor:
+def matrix(module: nn.Module) -> torch.Tensor:
     """The weights of a layer, `[outputs, inputs]`."""
     weight = cast(torch.Tensor, module._parameters["weight"])
     return weight.t() if type(module) is Conv1D else weight
-
-
-def _prepacked_layers(modules: Sequence[nn.Module]) -> list[LinearLayer]:
-    """Layers of one shape with prepacked weights; none if that is slower."""
-    weight = _matrix(modules[0])
-    key = (*weight.shape, weight.dtype, type(modules[0]), torch.get_num_threads())
-    if _is_prepacked_faster.get(key) is False:
-        return []
-    reorder = torch.ops.mkldnn._reorder_linear_weight
-    copies = [reorder(_matrix(module).detach().contiguous(), PREPACKED_TOKENS) for module in modules]
-    layers = [LinearLayer(module, copy) for module, copy in zip(modules, copies, strict=True)]
-    if key not in _is_prepacked_faster:
-        _is_prepacked_faster[key] = _is_faster(layers)
-    return layers if _is_prepacked_faster[key] else []
-
-
-_is_prepacked_faster: dict[tuple[Any, ...], bool] = {}
-"""By shape, dtype and number of threads, whether prepacked weights were faster than the others."""
-
-
-@torch.no_grad()
-def _is_faster(layers: Sequence[LinearLayer]) -> bool:
-    """Whether prepacked weights are the fastest for layers of one shape, and compute the same."""
-    layers = layers[:8]  # several, since the weights of a whole model do not stay in the processor's cache
-    weight = _matrix(layers[0].module)
-    x = torch.linspace(-1, 1, PREPACKED_TOKENS * weight.shape[1], dtype=weight.dtype).view(PREPACKED_TOKENS, -1)
-    best = dict.fromkeys(layers[0].products, float("inf"))
-    for _ in range(4):
-        for product in best:
-            began = time.perf_counter()
-            for layer in layers:
-                product(layer, x)
-            best[product] = min(best[product], time.perf_counter() - began)
-    is_same = _is_same(layers[0].prepacked(x), layers[0].ordinary(x))
-    return is_same and min(best, key=best.__getitem__) is LinearLayer.prepacked

@@ -34,7 +34,7 @@ from hf_specgen.evaluation.cost import QUERIES, measure_cost_curve
 from hf_specgen.evaluation.measure import Sample, Variant, first_difference
 from hf_specgen.evaluation.published import PUBLISHED, published
 from hf_specgen.evaluation.workloads import load, local_files
-from hf_specgen.linear_layers import prepacked
+from hf_specgen.prepacked_weights import prepacked
 
 DEFAULT_PLAIN = "plain, default"
 """Plain `generate` as it runs without any setting, beside comparisons in which all sides run otherwise."""

@@ -41,7 +41,7 @@ from hf_specgen.batching.shared_steps import SharedSteps
 from hf_specgen.call_statistics import Statistics
 from hf_specgen.depth.latency import fastest_count, pass_seconds_up_to
 from hf_specgen.device_tree import Floats
-from hf_specgen.linear_layers import FewTokenLayers
+from hf_specgen.linear_layers import FastLinearLayers
 from hf_specgen.settings import Settings
 from hf_specgen.targets.hidden_states import hook_points, recorded_states
 from hf_specgen.targets.model_parts import text_config
@@ -78,7 +78,7 @@ class PackedSteps:
         self._shared = SharedSteps(settings)
         aux_layers = settings.candidates.target_requirements(self._model).aux_hidden_state_layers
         self._hook_points = hook_points(self._model, aux_layers)
-        self._linear_layers = FewTokenLayers(self._model)
+        self._linear_layers = FastLinearLayers(self._model)
         self._processor = processor
         self._cache = processor.cache
         self._report_finished = report_finished

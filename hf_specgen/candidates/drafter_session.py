@@ -17,7 +17,7 @@ from hf_specgen.candidates.level_draft import LevelDraft
 from hf_specgen.candidates.one_pass import one_pass_draft
 from hf_specgen.device_tree import EXPANSION_INDEX, DeviceTree
 from hf_specgen.drafter import Drafter, T
-from hf_specgen.linear_layers import FewTokenLayers
+from hf_specgen.linear_layers import FastLinearLayers
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult
 
@@ -44,7 +44,7 @@ class DrafterSession(DraftSession, Generic[T]):
     ):
         super().__init__(batch)
         self.drafter = drafter
-        self._linear_layers = FewTokenLayers(*drafter.modules)
+        self._linear_layers = FastLinearLayers(*drafter.modules)
         self.tokens_per_pass: Sequence[int] = []
         self._k = int(min(k, drafter.max_depth))
         self._tree_setting = tree

@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache
 from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.device_tree import Frontier, PassTree
-from hf_specgen.linear_layers import FewTokenLayers
+from hf_specgen.linear_layers import FastLinearLayers
 from hf_specgen.targets.attention import without_cudnn_attention
 from hf_specgen.targets.cache import padded_tokens
 from hf_specgen.targets.graphs import CallGraphs, graphs_of_call, is_captured
@@ -69,7 +69,7 @@ class Target:
         self.batch = len(prepared.input_ids)
         self._graphs = graphs_of_call(model, graphs) if graphs else None
         self._pass = ModelPass()
-        self._linear_layers = FewTokenLayers(model)
+        self._linear_layers = FastLinearLayers(model)
         self._config = decoder_config(model)
         self._inputs = CallInputs(prepared)
         self.first_positions = self._inputs.first_positions

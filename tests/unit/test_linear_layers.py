@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from hf_specgen import NgramCandidates, linear_layers, prepacked
-from hf_specgen.linear_layers import CALLS_PER_TIME, MAX_TOKENS, SAMPLES, FewTokenLayers, LinearLayer, num_comparisons
+from hf_specgen.linear_layers import CALLS_PER_TIME, MAX_TOKENS, SAMPLES, FastLinearLayers, LinearLayer, num_comparisons
 from tests.helpers import assert_same_tokens, fresh_model, prompts
 from tests.helpers.interrupts import interrupted_at_each_line
 
@@ -244,7 +244,7 @@ def test_fastest_product_is_used_after_a_few_times_of_each(
     """Would catch: a slower product that stays, times of one number of tokens for others, endless timing."""
     clock = Clock(monkeypatch, **seconds)
     model = nn.Sequential(nn.Linear(8, 8))
-    with FewTokenLayers(model).in_use():
+    with FastLinearLayers(model).in_use():
         settle(model, torch.ones(1, 4, 8))
         settle(model, torch.ones(1, 9, 8))
         clock.calls.clear()
@@ -253,7 +253,7 @@ def test_fastest_product_is_used_after_a_few_times_of_each(
     assert clock.calls == dict.fromkeys(seconds, 20)
     model(torch.ones(1, 4, 8))
     assert clock.calls == dict.fromkeys(seconds, 20), "outside of the context"
-    with FewTokenLayers(model).in_use():
+    with FastLinearLayers(model).in_use():
         model(torch.ones(1, MAX_TOKENS + 1, 8))
         assert clock.calls == dict.fromkeys(seconds, 20), "of many tokens"
         settle(model, torch.ones(1, 5, 8))
@@ -265,7 +265,7 @@ def test_slow_product_is_timed_once_until_one_is_chosen(monkeypatch: pytest.Monk
     """Would catch: first passes that take long, as slow products are timed again and again."""
     clock = Clock(monkeypatch, mm=2.5, onednn=0.5)
     model, before = nn.Sequential(nn.Linear(8, 8)), num_comparisons()
-    with FewTokenLayers(model).in_use():
+    with FastLinearLayers(model).in_use():
         settle(model, torch.ones(1, 8))
     assert clock.calls["mm"] == 2, "checked and timed"
     assert clock.calls["onednn"] > 2 * SAMPLES
@@ -273,11 +273,23 @@ def test_slow_product_is_timed_once_until_one_is_chosen(monkeypatch: pytest.Monk
 
 
 @torch.no_grad()
+def test_input_of_another_width_raises_as_without_the_products() -> None:
+    """Would catch: two tokens of half the width that are multiplied as one token."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    with FastLinearLayers(model).in_use():
+        settle(model, torch.ones(1, 1, 8))
+        settle(model, torch.ones(1, 2, 8))
+        for shape in ((1, 2, 4), (1, 1, 16)):
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                model(torch.ones(shape))
+
+
+@torch.no_grad()
 def test_product_that_was_slow_at_first_is_chosen_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a choice for ever, from the times of a moment when other programs delayed a product."""
     clock = Clock(monkeypatch)
     model, x = nn.Sequential(nn.Linear(8, 8)), torch.ones(1, 8)
-    with FewTokenLayers(model).in_use():
+    with FastLinearLayers(model).in_use():
         settle(model, x)
         clock.calls.clear()
         model(x)
@@ -306,7 +318,7 @@ def test_product_that_a_machine_lacks_is_not_used(fault: str, monkeypatch: pytes
     monkeypatch.setattr(torch.ops.mkldnn._linear_pointwise, "default", broken)
     model, x = nn.Sequential(nn.Linear(8, 8, bias=False)), torch.ones(2, 8)
     expected = model(x)
-    with FewTokenLayers(model).in_use():
+    with FastLinearLayers(model).in_use():
         for _ in range(2 * CALLS_PER_TIME):
             assert torch.allclose(model(x), expected, atol=1e-5)
     assert calls["broken"] == 2, "each of the two products by oneDNN is tried once"
@@ -317,7 +329,7 @@ def test_products_are_ordinary_where_others_do_not_apply(monkeypatch: pytest.Mon
     clock = Clock(monkeypatch, mm=0.5)
     model, x = nn.Sequential(nn.Linear(8, 8)), torch.ones(1, 8)
     others = nn.Sequential(nn.Linear(8, 8)).double()
-    with FewTokenLayers(model, others).in_use():
+    with FastLinearLayers(model, others).in_use():
         with torch.no_grad():
             settle(model, x)
             others(x.double())
@@ -362,22 +374,22 @@ def test_layers_are_restored_after_ctrl_c_at_any_line() -> None:
     """Would catch: layers that were replaced before there was anything to restore them."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     before = attributes(model)
-    layers = FewTokenLayers(model)
+    layers = FastLinearLayers(model)
 
     def work() -> None:
         with layers.in_use():
             model(torch.ones(1, 8))
 
-    for line in interrupted_at_each_line(FewTokenLayers.in_use, work):
+    for line in interrupted_at_each_line(FastLinearLayers.in_use, work):
         assert attributes(model) == before, line
 
 
 def test_threads_and_prepacked_weights_do_not_remove_layers_of_each_other(products: list[int]) -> None:
     """Would catch: prepacked weights that are left out since another thread is in a pass, or removed when it ends."""
     model, x = nn.Sequential(nn.Linear(8, 8)), torch.ones(1, 8)
-    with FewTokenLayers(model).in_use():
+    with FastLinearLayers(model).in_use():
         first = vars(model[0])["forward"]
-        with FewTokenLayers(model).in_use():
+        with FastLinearLayers(model).in_use():
             assert vars(model[0])["forward"] == first
         assert vars(model[0])["forward"] == first
         block = prepacked(model)
@@ -385,7 +397,7 @@ def test_threads_and_prepacked_weights_do_not_remove_layers_of_each_other(produc
     with torch.no_grad():
         settle(model, x)
     assert products
-    with FewTokenLayers(model).in_use():
+    with FastLinearLayers(model).in_use():
         assert vars(model[0])["forward"] != first
     block.__exit__(None, None, None)
     assert "forward" not in vars(model[0])
@@ -420,14 +432,14 @@ def test_layer_with_an_unusual_bias_same_results(
     Clock(monkeypatch, **seconds)
     for bias in (True, False):
         usual = nn.Sequential(nn.Linear(8, 8, bias=bias))
-        with FewTokenLayers(usual).in_use():
+        with FastLinearLayers(usual).in_use():
             settle(usual, torch.ones(3, 8))
     model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(3, 8)
     if late:
-        layers = FewTokenLayers(model)
+        layers = FastLinearLayers(model)
     change(model[0])
     expected = model(x)
-    with (layers if late else FewTokenLayers(model)).in_use():
+    with (layers if late else FastLinearLayers(model)).in_use():
         torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
     assert "forward" not in vars(model[0])
 
@@ -446,7 +458,7 @@ def test_functions_that_a_user_replaced_are_used(change: str, monkeypatch: pytes
     """Would catch: products beside the function that another library put in place of that of PyTorch."""
     clock = Clock(monkeypatch, mm=0.5)
     model, x = nn.Sequential(nn.Linear(8, 8)), torch.ones(3, 8)
-    layers = FewTokenLayers(model)
+    layers = FastLinearLayers(model)
     with layers.in_use():
         settle(model, x)
     expected, forward, linear = 2 * model(x), nn.Linear.forward, functional.linear
@@ -455,7 +467,7 @@ def test_functions_that_a_user_replaced_are_used(change: str, monkeypatch: pytes
         monkeypatch.setattr(nn.Linear, "forward", lambda layer, x: 2 * forward(layer, x))
     if change == "function":
         monkeypatch.setattr(functional, "linear", lambda *given: 2 * linear(*given))
-    for replaced in (layers, FewTokenLayers(model)):
+    for replaced in (layers, FastLinearLayers(model)):
         with replaced.in_use():
             if change == "argument":
                 assert torch.equal(2 * model[0](input=x), expected)
@@ -490,7 +502,7 @@ def test_compiled_methods_of_a_model_are_compiled_once_more(monkeypatch: pytest.
     with torch.no_grad():
         expected = run(block, x)
         for _ in range(12):
-            with FewTokenLayers(block).in_use():
+            with FastLinearLayers(block).in_use():
                 torch.testing.assert_close(run(block, x), expected)
     assert len(compiled) == 2
 
@@ -509,7 +521,7 @@ def test_model_that_is_pickled_or_converted_in_a_block(products: list[int]) -> N
         assert torch.equal(again(x), expected) and torch.equal(pickle.loads(pickle.dumps(again))(x), expected)
         torch.testing.assert_close(model.double()(x.double()), expected.double())
     assert not products
-    with FewTokenLayers(again).in_use():
+    with FastLinearLayers(again).in_use():
         assert torch.allclose(again(x), expected)
     assert "forward" not in vars(again[0])
 
@@ -518,7 +530,7 @@ def test_layers_are_restored_after_ctrl_c_while_they_are_restored() -> None:
     """Would catch: a model that keeps the rest of the layers for ever."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     before = attributes(model)
-    layers = FewTokenLayers(model)
+    layers = FastLinearLayers(model)
 
     def work() -> None:
         with layers.in_use():
