@@ -2,7 +2,8 @@
 
 PyTorch's `linear` multiplies few tokens slowly on a CPU: a single token with one thread, a few in a slow path of the
 BLAS library. Other products of the same factors take down to a quarter of the time. Which one is the fastest depends on
-the machine, the shape of the matrix and the number of tokens, so all are timed in turns in the first passes.
+the machine, the shape of the matrix and the number of tokens, so all are timed in turns in the first passes. oneDNN
+compiles a kernel for each number of tokens, so its products are tried once the layers have been used for longer.
 
 Source: the operator of oneDNN's product is that of PyTorch's inductor.
 """
@@ -31,6 +32,7 @@ SLOW = 1.5  # times the shortest time of all: a product that takes longer is tim
 BLOCKS_PER_THREAD = 8  # of the weights, for a single token: more than one, so that all threads end together
 CALLS_PER_TIME = 128
 """Calls of layers of one shape of which one is timed after that: other programs may have delayed the first ones."""
+COMPILING = 1 / 16  # of the time of layers, what may at most be spent on trying products that compile a kernel
 
 
 def _functions() -> tuple[Any, ...]:
@@ -181,37 +183,46 @@ class _ProductChoice:
     The layers of a model take turns, so that their weights are not in the processor's cache when they are timed.
     """
 
-    comparisons = 0  # of all products of any layer, in this process
+    comparisons = 0  # with other products than the ordinary one, of any layer, in this process
+    compilation = 0.0  # the thread's shortest time of a comparison with products that compile; 0 before the first
 
     def __init__(self, products: Sequence[Product]):
         self.fastest: Product | None = None
-        self._products = products
-        self._usable: list[Product] = [LinearLayer.ordinary]  # the other ones are not checked yet
-        self._is_checked = False
+        self._usable: list[Product] = [LinearLayer.ordinary]
+        compiled = [product for product in products if product in COMPILED]
+        others = [product for product in products if product not in (LinearLayer.ordinary, *COMPILED)]
+        self._unchecked = [group for group in (others, compiled) if group]  # in the order of their comparisons
         # How often each product was timed, and its shortest time.
         self._times = dict.fromkeys(products, 0)
         self._seconds = dict.fromkeys(products, inf)
         self._calls = 0  # since the last one that was timed
+        self._interval = CALLS_PER_TIME  # calls until another one is timed
+        self._spent = 0.0  # seconds in all calls so far
 
     def product(self) -> Product | None:
         """The fastest product; None if the call is to be timed."""
         self._calls += 1
-        return self.fastest if self._calls < CALLS_PER_TIME else None
+        return self.fastest if self._calls < self._interval else None
 
     def timed(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
         """The layer's output, by the product that was timed the least often."""
-        self._calls = 0
-        product = min(self._contenders(), key=self._times.__getitem__)
+        is_comparison = bool(self._unchecked) and self._seconds_until_comparison() <= 0
+        product = LinearLayer.ordinary if is_comparison else min(self._contenders(), key=self._times.__getitem__)
         began = time.perf_counter()
         output = product(layer, x)
         seconds = time.perf_counter() - began
-        seconds /= max(COMPUTE_BOUND_TOKENS, x.numel() // x.shape[-1])  # prompts are of many lengths
-        self._seconds[product] = min(self._seconds[product], seconds)
+        self._spent += self._calls * seconds
+        self._calls = 0
+        per_token = seconds / max(COMPUTE_BOUND_TOKENS, x.numel() // x.shape[-1])  # prompts are of many lengths
+        self._seconds[product] = min(self._seconds[product], per_token)
         self._times[product] += 1
-        if not self._is_checked:
-            self._check(layer, x, output)
+        if is_comparison:
+            self._compare(layer, x, output)
         elif all(self._times[product] >= SAMPLES for product in self._contenders()):
             self.fastest = min(self._usable, key=self._seconds.__getitem__)
+        self._interval = CALLS_PER_TIME
+        if self._unchecked and seconds > 0:
+            self._interval = min(CALLS_PER_TIME, 1 + int(self._seconds_until_comparison() / seconds))
         return output
 
     def _contenders(self) -> list[Product]:
@@ -219,18 +230,31 @@ class _ProductChoice:
         slow = inf if self.fastest else SLOW * min(self._seconds.values())
         return [product for product in self._usable if self._seconds[product] <= slow or not self._times[product]]
 
-    def _check(self, layer: LinearLayer, x: torch.Tensor, expected: torch.Tensor) -> None:
-        """Find the products that this machine has, and that compute the `expected` output.
+    def _seconds_until_comparison(self) -> float:
+        """How much longer the layers are to be used before the next products are compared."""
+        compiles = self._unchecked[0][0] in COMPILED
+        return max(0.0, _ProductChoice.compilation / COMPILING - self._spent) if compiles else 0.0
+
+    def _compare(self, layer: LinearLayer, x: torch.Tensor, expected: torch.Tensor) -> None:
+        """Find those of the next products that this machine has, and that compute the `expected` output.
 
         They are not timed now: the weights are in the processor's cache.
         """
         if not expected.isfinite().all():  # there is nothing to compare with
             return
+        began = time.thread_time()
+        products = self._unchecked.pop(0)
         _ProductChoice.comparisons += 1
-        others = [product for product in self._products if product is not LinearLayer.ordinary]
-        same = [product for product in others if is_same_output(_output_or_none(product, layer, x), expected)]
-        self._usable = [LinearLayer.ordinary, *same]
-        self._is_checked = True
+        same = [product for product in products if is_same_output(_output_or_none(product, layer, x), expected)]
+        self._usable += same
+        self.fastest = None
+        if products[0] in COMPILED:
+            seconds = time.thread_time() - began
+            _ProductChoice.compilation = min(seconds, _ProductChoice.compilation or inf)
+
+
+COMPILED: tuple[Product, ...] = (LinearLayer.onednn, LinearLayer.onednn_transposed)
+"""Products for which a kernel is compiled for each shape and number of tokens, which takes about a millisecond."""
 
 
 def num_comparisons() -> int:

@@ -269,7 +269,7 @@ def test_slow_product_is_timed_once_until_one_is_chosen(monkeypatch: pytest.Monk
         settle(model, torch.ones(1, 8))
     assert clock.calls["mm"] == 2, "checked and timed"
     assert clock.calls["onednn"] > 2 * SAMPLES
-    assert num_comparisons() == before + 1
+    assert num_comparisons() == before + 2, "with products that compile a kernel, and with those that do not"
 
 
 @torch.no_grad()
