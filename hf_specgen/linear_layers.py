@@ -1,9 +1,9 @@
 """Linear layers on a CPU, by the fastest product for each number of tokens.
 
-PyTorch's `linear` multiplies few tokens slowly on a CPU: a single token with one thread, a few in a slow path of the
-BLAS library. Other products of the same factors take down to a quarter of the time. Which one is the fastest depends on
-the machine, the shape of the matrix and the number of tokens, so all are timed in turns in the first passes. oneDNN
-compiles a kernel for each number of tokens, so its products are tried once the layers have been used for longer.
+On some processors PyTorch's `linear` multiplies few tokens slowly: a single token with one thread, a few in a slow path
+of the BLAS library. Other products take down to a quarter of the time. Which one is the fastest depends on the machine,
+the matrix and the number of tokens, so all are timed in turns in the first passes; oneDNN's are timed later, as it
+compiles a kernel for each number of tokens. Layers for which PyTorch's own product is the fastest are left as they are.
 
 Source: the operator of oneDNN's product is that of PyTorch's inductor.
 """
@@ -14,6 +14,7 @@ import copy
 import math
 import operator
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
@@ -26,12 +27,13 @@ from torch.overrides import has_torch_function_unary
 from transformers.pytorch_utils import Conv1D
 
 MAX_TOKENS = 512  # for which a product is chosen; all take equally long for many more
+SMALL = 8  # numbers of tokens up to it have choices of their own
 COMPUTE_BOUND_TOKENS = 64  # from which on the time of a product grows in proportion to them
 SAMPLES = 3  # times of a product until one is chosen, by the shortest; further times may change the choice
 SLOW = 1.5  # times the shortest time of all: a product that takes longer is timed once until one is chosen
 BLOCKS_PER_THREAD = 8  # of the weights, for a single token: more than one, so that all threads end together
-CALLS_PER_TIME = 128
-"""Calls of layers of one shape of which one is timed after that: other programs may have delayed the first ones."""
+CALLS_PER_TIME = 128  # of layers of one shape, of which one is timed after that: the first ones may have been delayed
+PASSES_PER_TIME = 17  # passes of which one has all layers, to time them; a prime, as passes of modules alternate
 COMPILING = 1 / 16  # of the time of layers, what may at most be spent on trying products that compile a kernel
 
 
@@ -69,23 +71,23 @@ class LinearLayer:
         threads = torch.get_num_threads()
         outputs, self._inputs = matrix(module).shape
         self._blocks = math.gcd(outputs, BLOCKS_PER_THREAD * threads)
-        has_bias = self._bias is not None
-        key = (type(module), self._weight.shape, self._dtype, has_bias, threads, *products)
-        self._choices = _choices.setdefault(key, {})
+        key = (type(module), self._weight.shape, self._dtype, self._bias is not None, threads, *products)
+        self.choices = _choices.setdefault(key, {})
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The output of the layer, by the fastest product unless there are many tokens."""
         # First of all, so that compiled code depends on nothing else. The input may be given by its name.
         if torch.compiler.is_compiling() or kwargs or len(args) != 1:
             return self.ordinary(*args, **kwargs)
+        began = time.perf_counter()
         x = args[0]
         tokens = x.numel() // max(1, x.shape[-1])
         if not 0 < tokens <= MAX_TOKENS or not self._may_choose(x):
             return self.ordinary(x)
         size = _size_class(tokens)
-        choice = self._choices.get(size) or self._choices.setdefault(size, _ProductChoice(self.products))
+        choice = self.choices.get(size) or self.choices.setdefault(size, _ProductChoice(self.products))
         product = choice.product()
-        return choice.timed(self, x) if product is None else product(self, x)
+        return choice.timed(self, x, began) if product is None else product(self, x)
 
     def _may_choose(self, x: torch.Tensor) -> bool:
         """Whether other products than the ordinary one give the same result."""
@@ -95,11 +97,16 @@ class LinearLayer:
             return False
         if not (x.dtype == self._weight.dtype == self._dtype and x.is_cpu):
             return False
-        needs_ordinary = torch.is_autocast_enabled("cpu") or torch.are_deterministic_algorithms_enabled()
-        if torch.is_grad_enabled() or needs_ordinary:
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.are_deterministic_algorithms_enabled():
             return False
         # Functions that somebody else has replaced, by assignment or by a mode; or input of a class of somebody else.
         return _functions() == _FUNCTIONS and not has_torch_function_unary(x)
+
+    def is_ordinary(self, size: int | None) -> bool:
+        """Whether the ordinary product is the fastest for numbers of tokens of a class; None: of all small ones."""
+        sizes = range(1, 1 + SMALL) if size is None else (size,)
+        choices = [self.choices[one] for one in sizes if one in self.choices]
+        return bool(choices) and all(choice.is_ordinary for choice in choices)
 
     def ordinary(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the layer's class computes it."""
@@ -122,7 +129,7 @@ class LinearLayer:
 
     def onednn(self, x: torch.Tensor) -> torch.Tensor:
         """By oneDNN, from the weights as they are."""
-        return self._by_onednn(x, matrix(self.module))
+        return _onednn_product(x, matrix(self.module), self.module._parameters.get("bias"))
 
     def onednn_transposed(self, x: torch.Tensor) -> torch.Tensor:
         """By oneDNN, which takes the weights for the input and the input for the weights."""
@@ -131,10 +138,7 @@ class LinearLayer:
 
     def prepacked(self, x: torch.Tensor) -> torch.Tensor:
         """By oneDNN, from the copy of the weights in its layout."""
-        return self._by_onednn(x, cast(torch.Tensor, self._prepacked))
-
-    def _by_onednn(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return _onednn_product(x, weight, self.module._parameters.get("bias"))
+        return _onednn_product(x, cast(torch.Tensor, self._prepacked), self.module._parameters.get("bias"))
 
     def _output(self, product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """The output for `x` from the product without the bias, one token after the other."""
@@ -173,8 +177,8 @@ def _onednn_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 
 
 def _size_class(tokens: int) -> int:
-    """Numbers of tokens that share a choice: each up to 8 has its own, larger ones those up to a power of two."""
-    return tokens if tokens <= 8 else 1 << (tokens - 1).bit_length()
+    """Numbers of tokens that share a choice: each small one has its own, larger ones those up to a power of two."""
+    return tokens if tokens <= SMALL else 1 << (tokens - 1).bit_length()
 
 
 class _ProductChoice:
@@ -204,11 +208,17 @@ class _ProductChoice:
         self._calls += 1
         return self.fastest if self._calls < self._interval else None
 
-    def timed(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
-        """The layer's output, by the product that was timed the least often."""
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether PyTorch's own product is the fastest, so that the layers are better left as they are."""
+        return self.fastest is LinearLayer.ordinary and not self._unchecked
+
+    def timed(self, layer: LinearLayer, x: torch.Tensor, began: float) -> torch.Tensor:
+        """The layer's output, by the product timed the least often; for other than the ordinary one since `began`."""
         is_comparison = bool(self._unchecked) and self._seconds_until_comparison() <= 0
         product = LinearLayer.ordinary if is_comparison else min(self._contenders(), key=self._times.__getitem__)
-        began = time.perf_counter()
+        if product is LinearLayer.ordinary:
+            began = time.perf_counter()
         output = product(layer, x)
         seconds = time.perf_counter() - began
         self._spent += self._calls * seconds
@@ -253,8 +263,8 @@ class _ProductChoice:
             _ProductChoice.compilation = min(seconds, _ProductChoice.compilation or inf)
 
 
+# Products for which a kernel is compiled for each shape and number of tokens, which takes about a millisecond.
 COMPILED: tuple[Product, ...] = (LinearLayer.onednn, LinearLayer.onednn_transposed)
-"""Products for which a kernel is compiled for each shape and number of tokens, which takes about a millisecond."""
 
 
 def num_comparisons() -> int:
@@ -270,7 +280,7 @@ def _output_or_none(product: Product, layer: LinearLayer, x: torch.Tensor) -> to
     """The output of a layer by a product; None if the machine does not have it."""
     try:
         return product(layer, x)
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:  # NotImplementedError is one
         return None
 
 
@@ -279,8 +289,7 @@ def is_same_output(output: torch.Tensor | None, expected: torch.Tensor) -> bool:
     if output is None or output.shape != expected.shape:
         return False
     tolerance = 0.02 if expected.dtype == torch.bfloat16 else 1e-4
-    expected = expected.float()
-    return bool((output.float() - expected).norm() <= tolerance * expected.norm())
+    return bool((output.float() - expected.float()).norm() <= tolerance * expected.float().norm())
 
 
 class FastLinearLayers:
@@ -301,21 +310,43 @@ class FastLinearLayers:
     def __init__(self, *modules: nn.Module):
         parts = {part for module in modules for part in module.modules()}
         for part in parts:
-            layer = layer_of(part.__dict__.get("forward"))
-            if layer is not None and layer.is_copy:
+            leftover = layer_of(part.__dict__.get("forward"))
+            if leftover is not None and leftover.is_copy:
                 part.__dict__.pop("forward", None)
         self._layers = [LinearLayer(part) for part in parts if is_replaceable(part, torch.float32)]
+        by_shape: dict[int, list[LinearLayer]] = {}
+        for layer in self._layers:
+            by_shape.setdefault(id(layer.choices), []).append(layer)
+        self._by_shape = list(by_shape.values())
 
     @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """A context for forward passes of the modules. Other threads that run them meanwhile use the products too."""
+    def in_use(self, tokens: int | None = None) -> Iterator[None]:
+        """A context for forward passes of the modules. Other threads that run them meanwhile use the products too.
+
+        Args:
+            tokens: of all rows of a pass; None for passes of several sizes, small ones mostly.
+        """
+        layers = self._useful_layers(tokens)
         try:
-            for layer in self._layers:
+            for layer in layers:
                 # An instance attribute, which hooks and `Module.__call__` use as they use the method of the class.
                 layer.module.__dict__.setdefault("forward", layer.forward)
             yield
         finally:
-            restore(self._layers)
+            restore(layers)
+
+    def _useful_layers(self, tokens: int | None) -> Sequence[LinearLayer]:
+        """The layers that may be faster than PyTorch's own for a number of tokens, or for any; now and then all."""
+        if torch.are_deterministic_algorithms_enabled():
+            return ()
+        size = _size_class(tokens) if tokens and tokens <= MAX_TOKENS else None
+        _passes[size] += 1
+        if _passes[size] % PASSES_PER_TIME == 0:
+            return self._layers
+        return [layer for layers in self._by_shape if not layers[0].is_ordinary(size) for layer in layers]
+
+
+_passes = Counter[int | None]()  # by the class of the number of tokens
 
 
 def restore(layers: Sequence[LinearLayer]) -> None:

@@ -250,7 +250,7 @@ class Target:
 
     def _eager_pass(self, module: nn.Module, step: _PassInputs) -> PassOutput:
         """A pass on the cache of the call."""
-        with self._linear_layers.in_use():
+        with self._linear_layers.in_use(len(self.rows) * (1 + step.tree.nodes - step.cached)):
             output = self._pass(module, self._arguments(step), self._model_cache)
         self.cache.check_pass()
         return output

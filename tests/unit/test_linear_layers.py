@@ -21,7 +21,15 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from hf_specgen import NgramCandidates, linear_layers, prepacked
-from hf_specgen.linear_layers import CALLS_PER_TIME, MAX_TOKENS, SAMPLES, FastLinearLayers, LinearLayer, num_comparisons
+from hf_specgen.linear_layers import (
+    CALLS_PER_TIME,
+    MAX_TOKENS,
+    PASSES_PER_TIME,
+    SAMPLES,
+    FastLinearLayers,
+    LinearLayer,
+    num_comparisons,
+)
 from tests.helpers import assert_same_tokens, fresh_model, prompts
 from tests.helpers.interrupts import interrupted_at_each_line
 
@@ -256,8 +264,55 @@ def test_fastest_product_is_used_after_a_few_times_of_each(
     with FastLinearLayers(model).in_use():
         model(torch.ones(1, MAX_TOKENS + 1, 8))
         assert clock.calls == dict.fromkeys(seconds, 20), "of many tokens"
+    with FastLinearLayers(model).in_use(5):
         settle(model, torch.ones(1, 5, 8))
     assert min(clock.calls["mm"], clock.calls["onednn"]) >= 2, "each is checked and timed for another number of tokens"
+
+
+@torch.no_grad()
+def test_layers_whose_ordinary_product_is_the_fastest_are_left_but_for_a_few_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Would catch: a detour for each layer of each pass on machines where nothing is gained, or a choice for ever."""
+    clock = Clock(monkeypatch)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    layers = FastLinearLayers(model)
+
+    def number_of_replaced(tokens: int | None) -> int:
+        with layers.in_use(tokens):
+            return sum("forward" in vars(module) for module in model)
+
+    assert number_of_replaced(1) == 2, "nothing is chosen yet"
+    with layers.in_use(1):
+        settle(model, torch.ones(1, 1, 8))
+    for tokens in (1, None):
+        replaced = [number_of_replaced(tokens) for _ in range(2 * PASSES_PER_TIME)]
+        assert replaced.count(2) == 2 and replaced.count(0) == 2 * PASSES_PER_TIME - 2
+    assert 2 in [number_of_replaced(7) for _ in range(2)], "of another number of tokens"
+    clock.seconds["mm"] = 0.5
+    for _ in range(4 * CALLS_PER_TIME * PASSES_PER_TIME):
+        with layers.in_use(1):
+            model(torch.ones(1, 1, 8))
+    assert number_of_replaced(1) == number_of_replaced(1) == 2, "as another product is the fastest now"
+
+
+@torch.no_grad()
+def test_time_of_finding_a_product_counts_as_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a product that gains less than the detour to it costs."""
+    clock = Clock(monkeypatch, mm=0.5)
+    is_autocast_enabled = torch.is_autocast_enabled
+
+    def slow(*arguments: Any) -> bool:
+        time.perf_counter()
+        return is_autocast_enabled(*arguments)
+
+    monkeypatch.setattr(torch, "is_autocast_enabled", slow)
+    model = nn.Sequential(nn.Linear(8, 8))
+    with FastLinearLayers(model).in_use():
+        settle(model, torch.ones(1, 8))
+        clock.calls.clear()
+        model(torch.ones(1, 8))
+    assert not clock.calls
 
 
 @torch.no_grad()
