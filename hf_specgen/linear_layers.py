@@ -195,7 +195,8 @@ class _ProductChoice:
         self._usable: list[Product] = [LinearLayer.ordinary]
         compiled = [product for product in products if product in COMPILED]
         others = [product for product in products if product not in (LinearLayer.ordinary, *COMPILED)]
-        self._unchecked = [group for group in (others, compiled) if group]  # in the order of their comparisons
+        # In the order of their comparisons; as threads share a choice, it is read once, and replaced as a whole.
+        self._unchecked = tuple(group for group in (others, compiled) if group)
         # How often each product was timed, and its shortest time.
         self._times = dict.fromkeys(products, 0)
         self._seconds = dict.fromkeys(products, inf)
@@ -215,7 +216,8 @@ class _ProductChoice:
 
     def timed(self, layer: LinearLayer, x: torch.Tensor, began: float) -> torch.Tensor:
         """The layer's output, by the product timed the least often; for other than the ordinary one since `began`."""
-        is_comparison = bool(self._unchecked) and self._seconds_until_comparison() <= 0
+        unchecked = self._unchecked
+        is_comparison = bool(unchecked) and self._seconds_until_comparison(unchecked[0]) <= 0
         product = LinearLayer.ordinary if is_comparison else min(self._contenders(), key=self._times.__getitem__)
         if product is LinearLayer.ordinary:
             began = time.perf_counter()
@@ -227,12 +229,12 @@ class _ProductChoice:
         self._seconds[product] = min(self._seconds[product], per_token)
         self._times[product] += 1
         if is_comparison:
-            self._compare(layer, x, output)
+            self._compare(unchecked[0], layer, x, output)
         elif all(self._times[product] >= SAMPLES for product in self._contenders()):
             self.fastest = min(self._usable, key=self._seconds.__getitem__)
         self._interval = CALLS_PER_TIME
-        if self._unchecked and seconds > 0:
-            self._interval = min(CALLS_PER_TIME, 1 + int(self._seconds_until_comparison() / seconds))
+        if unchecked and seconds > 0:
+            self._interval = min(CALLS_PER_TIME, 1 + int(self._seconds_until_comparison(unchecked[0]) / seconds))
         return output
 
     def _contenders(self) -> list[Product]:
@@ -240,23 +242,22 @@ class _ProductChoice:
         slow = inf if self.fastest else SLOW * min(self._seconds.values())
         return [product for product in self._usable if self._seconds[product] <= slow or not self._times[product]]
 
-    def _seconds_until_comparison(self) -> float:
-        """How much longer the layers are to be used before the next products are compared."""
-        compiles = self._unchecked[0][0] in COMPILED
-        return max(0.0, _ProductChoice.compilation / COMPILING - self._spent) if compiles else 0.0
+    def _seconds_until_comparison(self, products: Sequence[Product]) -> float:
+        """How much longer the layers are to be used before these products are compared."""
+        return max(0.0, _ProductChoice.compilation / COMPILING - self._spent) if products[0] in COMPILED else 0.0
 
-    def _compare(self, layer: LinearLayer, x: torch.Tensor, expected: torch.Tensor) -> None:
-        """Find those of the next products that this machine has, and that compute the `expected` output.
+    def _compare(self, products: Sequence[Product], layer: LinearLayer, x: torch.Tensor, output: torch.Tensor) -> None:
+        """Find those of the next products that this machine has, and that compute the same `output`.
 
         They are not timed now: the weights are in the processor's cache.
         """
-        if not expected.isfinite().all():  # there is nothing to compare with
+        if not output.isfinite().all():  # there is nothing to compare with
             return
         began = time.thread_time()
-        products = self._unchecked.pop(0)
         _ProductChoice.comparisons += 1
-        same = [product for product in products if is_same_output(_output_or_none(product, layer, x), expected)]
-        self._usable += same
+        same = [product for product in products if is_same_output(_output_or_none(product, layer, x), output)]
+        self._usable = [*(product for product in self._usable if product not in same), *same]
+        self._unchecked = tuple(group for group in self._unchecked if group is not products)
         self.fastest = None
         if products[0] in COMPILED:
             seconds = time.thread_time() - began

@@ -297,6 +297,28 @@ def test_layers_whose_ordinary_product_is_the_fastest_are_left_but_for_a_few_pas
 
 
 @torch.no_grad()
+def test_products_compared_by_two_threads_at_once_are_compared_by_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a thread that finds no products left to compare, as another one has just compared them."""
+    Clock(monkeypatch)
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.ones(2, 8)
+    expected = model(x)
+    other = threading.Thread(target=lambda: torch.no_grad()(settle)(model, x))
+    thread_time = time.thread_time
+
+    def interrupted() -> float:
+        if other.ident is None:
+            other.start()
+            other.join()
+        return thread_time()
+
+    monkeypatch.setattr(time, "thread_time", interrupted)  # read as a comparison begins
+    with FastLinearLayers(model).in_use():
+        settle(model, x)
+        torch.testing.assert_close(model(x), expected)
+    assert other.ident is not None
+
+
+@torch.no_grad()
 def test_time_of_finding_a_product_counts_as_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a product that gains less than the detour to it costs."""
     clock = Clock(monkeypatch, mm=0.5)
