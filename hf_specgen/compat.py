@@ -228,7 +228,7 @@ def _eager_stance() -> Iterator[None]:
                 calls.stack.close()
 
 
-def has_compiled_parts(model: PreTrainedModel) -> bool:
+def has_compiled_parts(model: nn.Module) -> bool:
     """Whether something of the model is compiled. Symbols: what `Module.compile()` and `torch.compile` leave behind."""
     return any(
         module._compiled_call_impl is not None

@@ -30,8 +30,8 @@ from hf_specgen.candidates.draft_batch import DraftBatch, TargetView
 from hf_specgen.candidates.grammar import grammar_drafts
 from hf_specgen.depth.calibrate import thread_clock
 from hf_specgen.depth.step_times import THREAD
-from hf_specgen.linear_layers import num_comparisons
 from hf_specgen.outputs import OutputCollector
+from hf_specgen.product_choice import num_comparisons
 from hf_specgen.settings import Settings
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.row_layout import UNLIMITED

@@ -15,9 +15,8 @@ import math
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import inf
 from typing import Any, cast
 
 import torch
@@ -26,15 +25,13 @@ from torch.nn import functional
 from torch.overrides import has_torch_function_unary
 from transformers.pytorch_utils import Conv1D
 
+from hf_specgen import compat
+from hf_specgen.product_choice import Product, ProductChoice
+
 MAX_TOKENS = 512  # for which a product is chosen; all take equally long for many more
 SMALL = 8  # numbers of tokens up to it have choices of their own
-COMPUTE_BOUND_TOKENS = 64  # from which on the time of a product grows in proportion to them
-SAMPLES = 3  # times of a product until one is chosen, by the shortest; further times may change the choice
-SLOW = 1.5  # times the shortest time of all: a product that takes longer is timed once until one is chosen
 BLOCKS_PER_THREAD = 8  # of the weights, for a single token: more than one, so that all threads end together
-CALLS_PER_TIME = 128  # of layers of one shape, of which one is timed after that: the first ones may have been delayed
 PASSES_PER_TIME = 17  # passes of which one has all layers, to time them; a prime, as passes of modules alternate
-COMPILING = 1 / 16  # of the time of layers, what may at most be spent on trying products that compile a kernel
 
 
 def _functions() -> tuple[Any, ...]:
@@ -62,16 +59,17 @@ class LinearLayer:
         self._weight = cast(nn.Parameter, module._parameters["weight"])
         self._bias = module._parameters.get("bias")
         self._dtype = self._weight.dtype
-        products: list[Product] = [LinearLayer.ordinary]
-        if prepacked is not None:
-            products.append(LinearLayer.prepacked)
+        self._others: list[Product] = [] if prepacked is None else [LinearLayer.prepacked]
+        self._compiled: list[Product] = []
         if self._dtype == torch.float32:
-            products += [LinearLayer.transposed, LinearLayer.onednn, LinearLayer.onednn_transposed]
-        self.products = products
+            self._others.append(LinearLayer.transposed)
+            # A kernel is compiled for each shape and number of tokens, which takes about a millisecond.
+            self._compiled = [LinearLayer.onednn, LinearLayer.onednn_transposed]
+        self.products = [LinearLayer.ordinary, *self._others, *self._compiled]
         threads = torch.get_num_threads()
         outputs, self._inputs = matrix(module).shape
         self._blocks = math.gcd(outputs, BLOCKS_PER_THREAD * threads)
-        key = (type(module), self._weight.shape, self._dtype, self._bias is not None, threads, *products)
+        key = (type(module), self._weight.shape, self._dtype, self._bias is not None, threads, *self.products)
         self.choices = _choices.setdefault(key, {})
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -85,7 +83,9 @@ class LinearLayer:
         if not 0 < tokens <= MAX_TOKENS or not self._may_choose(x):
             return self.ordinary(x)
         size = _size_class(tokens)
-        choice = self.choices.get(size) or self.choices.setdefault(size, _ProductChoice(self.products))
+        choice = self.choices.get(size) or self.choices.setdefault(
+            size, ProductChoice(LinearLayer.ordinary, self._others, self._compiled)
+        )
         product = choice.product()
         return choice.timed(self, x, began) if product is None else product(self, x)
 
@@ -115,8 +115,8 @@ class LinearLayer:
     def transposed(self, x: torch.Tensor) -> torch.Tensor:
         """The weights times the transposed input, transposed: BLAS libraries then stream the weights in all threads.
 
-        The product of a matrix and a vector takes one thread, so for a single token the matrix is divided into blocks
-        of outputs, which the threads multiply side by side.
+        The product of a matrix and a vector may take one thread, so for a single token the matrix is divided into
+        blocks of outputs, which the threads multiply side by side.
         """
         weight = matrix(self.module)
         outputs, inputs = weight.shape
@@ -169,9 +169,6 @@ def layer_of(forward: Any) -> LinearLayer | None:
     return owner if isinstance(owner, LinearLayer) else None
 
 
-Product = Callable[[LinearLayer, torch.Tensor], torch.Tensor]
-
-
 def _onednn_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return cast(torch.Tensor, torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], ""))
 
@@ -181,116 +178,8 @@ def _size_class(tokens: int) -> int:
     return tokens if tokens <= SMALL else 1 << (tokens - 1).bit_length()
 
 
-class _ProductChoice:
-    """The fastest product of layers of one shape for some number of tokens.
-
-    The layers of a model take turns, so that their weights are not in the processor's cache when they are timed.
-    """
-
-    comparisons = 0  # with other products than the ordinary one, of any layer, in this process
-    compilation = 0.0  # the thread's shortest time of a comparison with products that compile; 0 before the first
-
-    def __init__(self, products: Sequence[Product]):
-        self.fastest: Product | None = None
-        self._usable: list[Product] = [LinearLayer.ordinary]
-        compiled = [product for product in products if product in COMPILED]
-        others = [product for product in products if product not in (LinearLayer.ordinary, *COMPILED)]
-        # In the order of their comparisons; as threads share a choice, it is read once, and replaced as a whole.
-        self._unchecked = tuple(group for group in (others, compiled) if group)
-        # How often each product was timed, and its shortest time.
-        self._times = dict.fromkeys(products, 0)
-        self._seconds = dict.fromkeys(products, inf)
-        self._calls = 0  # since the last one that was timed
-        self._interval = CALLS_PER_TIME  # calls until another one is timed
-        self._spent = 0.0  # seconds in all calls so far
-
-    def product(self) -> Product | None:
-        """The fastest product; None if the call is to be timed."""
-        self._calls += 1
-        return self.fastest if self._calls < self._interval else None
-
-    @property
-    def is_ordinary(self) -> bool:
-        """Whether PyTorch's own product is the fastest, so that the layers are better left as they are."""
-        return self.fastest is LinearLayer.ordinary and not self._unchecked
-
-    def timed(self, layer: LinearLayer, x: torch.Tensor, began: float) -> torch.Tensor:
-        """The layer's output, by the product timed the least often; for other than the ordinary one since `began`."""
-        unchecked = self._unchecked
-        is_comparison = bool(unchecked) and self._seconds_until_comparison(unchecked[0]) <= 0
-        product = LinearLayer.ordinary if is_comparison else min(self._contenders(), key=self._times.__getitem__)
-        if product is LinearLayer.ordinary:
-            began = time.perf_counter()
-        output = product(layer, x)
-        seconds = time.perf_counter() - began
-        self._spent += self._calls * seconds
-        self._calls = 0
-        per_token = seconds / max(COMPUTE_BOUND_TOKENS, x.numel() // x.shape[-1])  # prompts are of many lengths
-        self._seconds[product] = min(self._seconds[product], per_token)
-        self._times[product] += 1
-        if is_comparison:
-            self._compare(unchecked[0], layer, x, output)
-        elif all(self._times[product] >= SAMPLES for product in self._contenders()):
-            self.fastest = min(self._usable, key=self._seconds.__getitem__)
-        self._interval = CALLS_PER_TIME
-        if unchecked and seconds > 0:
-            self._interval = min(CALLS_PER_TIME, 1 + int(self._seconds_until_comparison(unchecked[0]) / seconds))
-        return output
-
-    def _contenders(self) -> list[Product]:
-        """The products that may be the fastest; all of them once one has been chosen, as times may have been wrong."""
-        slow = inf if self.fastest else SLOW * min(self._seconds.values())
-        return [product for product in self._usable if self._seconds[product] <= slow or not self._times[product]]
-
-    def _seconds_until_comparison(self, products: Sequence[Product]) -> float:
-        """How much longer the layers are to be used before these products are compared."""
-        return max(0.0, _ProductChoice.compilation / COMPILING - self._spent) if products[0] in COMPILED else 0.0
-
-    def _compare(self, products: Sequence[Product], layer: LinearLayer, x: torch.Tensor, output: torch.Tensor) -> None:
-        """Find those of the next products that this machine has, and that compute the same `output`.
-
-        They are not timed now: the weights are in the processor's cache.
-        """
-        if not output.isfinite().all():  # there is nothing to compare with
-            return
-        began = time.thread_time()
-        _ProductChoice.comparisons += 1
-        same = [product for product in products if is_same_output(_output_or_none(product, layer, x), output)]
-        self._usable = [*(product for product in self._usable if product not in same), *same]
-        self._unchecked = tuple(group for group in self._unchecked if group is not products)
-        self.fastest = None
-        if products[0] in COMPILED:
-            seconds = time.thread_time() - began
-            _ProductChoice.compilation = min(seconds, _ProductChoice.compilation or inf)
-
-
-# Products for which a kernel is compiled for each shape and number of tokens, which takes about a millisecond.
-COMPILED: tuple[Product, ...] = (LinearLayer.onednn, LinearLayer.onednn_transposed)
-
-
-def num_comparisons() -> int:
-    """How many times products have been compared in this process; a pass with comparisons takes longer than others."""
-    return _ProductChoice.comparisons
-
-
-_choices: dict[tuple[Any, ...], dict[int, _ProductChoice]] = {}
+_choices: dict[tuple[Any, ...], dict[int, ProductChoice]] = {}
 """By the shape of layers, and all else that their products depend on, the choice for each number of tokens."""
-
-
-def _output_or_none(product: Product, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor | None:
-    """The output of a layer by a product; None if the machine does not have it."""
-    try:
-        return product(layer, x)
-    except RuntimeError:  # NotImplementedError is one
-        return None
-
-
-def is_same_output(output: torch.Tensor | None, expected: torch.Tensor) -> bool:
-    """Whether two outputs differ by rounding alone, which is coarse in bfloat16."""
-    if output is None or output.shape != expected.shape:
-        return False
-    tolerance = 0.02 if expected.dtype == torch.bfloat16 else 1e-4
-    return bool((output.float() - expected.float()).norm() <= tolerance * expected.float().norm())
 
 
 class FastLinearLayers:
@@ -319,6 +208,7 @@ class FastLinearLayers:
         for layer in self._layers:
             by_shape.setdefault(id(layer.choices), []).append(layer)
         self._by_shape = list(by_shape.values())
+        self._is_compiled = any(compat.has_compiled_parts(module) for module in modules)
 
     @contextmanager
     def in_use(self, tokens: int | None = None) -> Iterator[None]:
@@ -342,7 +232,8 @@ class FastLinearLayers:
             return ()
         size = _size_class(tokens) if tokens and tokens <= MAX_TOKENS else None
         _passes[size] += 1
-        if _passes[size] % PASSES_PER_TIME == 0:
+        # What is compiled would be compiled anew for each set of replaced layers.
+        if self._is_compiled or _passes[size] % PASSES_PER_TIME == 0:
             return self._layers
         return [layer for layers in self._by_shape if not layers[0].is_ordinary(size) for layer in layers]
 

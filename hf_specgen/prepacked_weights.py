@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_specgen.linear_layers import LinearLayer, is_replaceable, is_same_output, layer_of, matrix, restore
+from hf_specgen.linear_layers import LinearLayer, is_replaceable, layer_of, matrix, restore
+from hf_specgen.product_choice import is_same_output
 
 PREPACKED_TOKENS = 8  # tokens of a verification pass, for which prepacked weights have to be the fastest
 

@@ -21,15 +21,8 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from hf_specgen import NgramCandidates, linear_layers, prepacked
-from hf_specgen.linear_layers import (
-    CALLS_PER_TIME,
-    MAX_TOKENS,
-    PASSES_PER_TIME,
-    SAMPLES,
-    FastLinearLayers,
-    LinearLayer,
-    num_comparisons,
-)
+from hf_specgen.linear_layers import MAX_TOKENS, PASSES_PER_TIME, FastLinearLayers, LinearLayer
+from hf_specgen.product_choice import CALLS_PER_TIME, SAMPLES, num_comparisons
 from tests.helpers import assert_same_tokens, fresh_model, prompts
 from tests.helpers.interrupts import interrupted_at_each_line
 
@@ -316,6 +309,41 @@ def test_products_compared_by_two_threads_at_once_are_compared_by_both(monkeypat
         settle(model, x)
         torch.testing.assert_close(model(x), expected)
     assert other.ident is not None
+
+
+@torch.no_grad()
+def test_model_that_was_used_and_is_compiled_then_is_compiled_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a compilation for each set of layers that have another product than the ordinary one."""
+    Clock(monkeypatch)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8 + i, 9 + i) for i in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model = Model()
+    for tokens in range(1, 5):  # for each number of tokens other layers are left as they are
+        with FastLinearLayers(model).in_use(tokens):
+            for layer in itertools.islice(model.layers, tokens):
+                settle(layer, torch.ones(tokens, int(layer.in_features)))
+    compiled = list[Any]()
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    model.compile(backend=compiler, dynamic=True)
+    model(torch.ones(2, 8))
+    assert len(compiled) == 1
+    for tokens in (2, 3, 4) * PASSES_PER_TIME:
+        with FastLinearLayers(model).in_use(tokens):
+            model(torch.ones(tokens, 8))
+    assert len(compiled) == 2
 
 
 @torch.no_grad()

@@ -1,0 +1,128 @@
+"""The fastest of several products of the same factors, found by the times of the calls that need one.
+
+A product is timed in the calls themselves: nothing is computed for it but a comparison of the results, once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Any
+
+import torch
+
+COMPUTE_BOUND_TOKENS = 64  # from which on the time of a product grows in proportion to them
+SAMPLES = 3  # times of a product until one is chosen, by the shortest; further times may change the choice
+SLOW = 1.5  # times the shortest time of all: a product that takes longer is timed once until one is chosen
+CALLS_PER_TIME = 128  # of layers of one shape, of which one is timed after that: the first ones may have been delayed
+COMPILING = 1 / 16  # of the time of layers, what may at most be spent on trying products that compile a kernel
+
+Product = Callable[[Any, torch.Tensor], torch.Tensor]
+"""A method of a layer, of which the argument is its input."""
+
+
+class ProductChoice:
+    """The fastest product of layers of one shape for some number of tokens.
+
+    The layers of a model take turns, so that their weights are not in the processor's cache when they are timed.
+    """
+
+    comparisons = 0  # with other products than the ordinary one, of any layer, in this process
+    compilation = 0.0  # the thread's shortest time of a comparison with products that compile; 0 before the first
+
+    def __init__(self, ordinary: Product, others: Sequence[Product], compiled: Sequence[Product]):
+        """`others` need no kernel, `compiled` ones do; all give the result of the `ordinary` one, but for rounding."""
+        self.fastest: Product | None = None
+        self._ordinary = ordinary
+        self._compiled = tuple(compiled)
+        self._usable = [ordinary]
+        # In the order of their comparisons; as threads share a choice, it is read once, and replaced as a whole.
+        self._unchecked = tuple(tuple(group) for group in (others, compiled) if group)
+        # How often each product was timed, and its shortest time.
+        products = (ordinary, *others, *compiled)
+        self._times = dict.fromkeys(products, 0)
+        self._seconds = dict.fromkeys(products, inf)
+        self._calls = 0  # since the last one that was timed
+        self._interval = CALLS_PER_TIME  # calls until another one is timed
+        self._spent = 0.0  # seconds in all calls so far
+
+    def product(self) -> Product | None:
+        """The fastest product; None if the call is to be timed."""
+        self._calls += 1
+        return self.fastest if self._calls < self._interval else None
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether PyTorch's own product is the fastest, so that the layers are better left as they are."""
+        return self.fastest is self._ordinary and not self._unchecked
+
+    def timed(self, layer: Any, x: torch.Tensor, began: float) -> torch.Tensor:
+        """The layer's output, by the product timed the least often; for other than the ordinary one since `began`."""
+        unchecked = self._unchecked
+        is_comparison = bool(unchecked) and self._seconds_until_comparison(unchecked[0]) <= 0
+        product = self._ordinary if is_comparison else min(self._contenders(), key=self._times.__getitem__)
+        if product is self._ordinary:
+            began = time.perf_counter()
+        output = product(layer, x)
+        seconds = time.perf_counter() - began
+        self._spent += self._calls * seconds
+        self._calls = 0
+        per_token = seconds / max(COMPUTE_BOUND_TOKENS, x.numel() // x.shape[-1])  # prompts are of many lengths
+        self._seconds[product] = min(self._seconds[product], per_token)
+        self._times[product] += 1
+        if is_comparison:
+            self._compare(unchecked[0], layer, x, output)
+        elif all(self._times[product] >= SAMPLES for product in self._contenders()):
+            self.fastest = min(self._usable, key=self._seconds.__getitem__)
+        self._interval = CALLS_PER_TIME
+        if unchecked and seconds > 0:
+            self._interval = min(CALLS_PER_TIME, 1 + int(self._seconds_until_comparison(unchecked[0]) / seconds))
+        return output
+
+    def _contenders(self) -> list[Product]:
+        """The products that may be the fastest; all of them once one has been chosen, as times may have been wrong."""
+        slow = inf if self.fastest else SLOW * min(self._seconds.values())
+        return [product for product in self._usable if self._seconds[product] <= slow or not self._times[product]]
+
+    def _seconds_until_comparison(self, products: Sequence[Product]) -> float:
+        """How much longer the layers are to be used before these products are compared."""
+        return max(0.0, ProductChoice.compilation / COMPILING - self._spent) if products == self._compiled else 0.0
+
+    def _compare(self, products: Sequence[Product], layer: Any, x: torch.Tensor, output: torch.Tensor) -> None:
+        """Find those of the next products that this machine has, and that compute the same `output`.
+
+        They are not timed now: the weights are in the processor's cache.
+        """
+        if not output.isfinite().all():  # there is nothing to compare with
+            return
+        began = time.thread_time()
+        ProductChoice.comparisons += 1
+        same = [product for product in products if is_same_output(_output_or_none(product, layer, x), output)]
+        self._usable = [*(product for product in self._usable if product not in same), *same]
+        self._unchecked = tuple(group for group in self._unchecked if group is not products)
+        self.fastest = None
+        if products == self._compiled:
+            seconds = time.thread_time() - began
+            ProductChoice.compilation = min(seconds, ProductChoice.compilation or inf)
+
+
+def num_comparisons() -> int:
+    """How many times products have been compared in this process; a pass with comparisons takes longer than others."""
+    return ProductChoice.comparisons
+
+
+def _output_or_none(product: Product, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
+    """The output of a layer by a product; None if the machine does not have it."""
+    try:
+        return product(layer, x)
+    except RuntimeError:  # NotImplementedError is one
+        return None
+
+
+def is_same_output(output: torch.Tensor | None, expected: torch.Tensor) -> bool:
+    """Whether two outputs differ by rounding alone, which is coarse in bfloat16."""
+    if output is None or output.shape != expected.shape:
+        return False
+    tolerance = 0.02 if expected.dtype == torch.bfloat16 else 1e-4
+    return bool((output.float() - expected.float()).norm() <= tolerance * expected.float().norm())
