@@ -131,11 +131,11 @@ def test_failed_equivalence_test_of_rows_is_no_difference_of_scores(needs_rows: 
 
     def fail(_: Any, __: Any, output: torch.Tensor) -> None:
         if output.shape[1] > 1 and (len(output) > 1 or not needs_rows):
-            raise RuntimeError("no room")
+            raise RuntimeError("out of memory")
 
     model = fresh_model("llama")
     model.model.layers[0].mlp.register_forward_hook(fail)
-    words = f"with rows of different lengths a pass of the self-check failed (RuntimeError: no room); {remedy}"
+    words = f"with rows of different lengths a pass of the self-check failed (RuntimeError: out of memory); {remedy}"
     with pytest.raises(ValueError, match=re.escape(words)):
         model.generate(**prompts(2), candidate_generator=NgramCandidates())
 
