@@ -26,10 +26,9 @@ from torch.overrides import has_torch_function_unary
 from transformers.pytorch_utils import Conv1D
 
 from hf_specgen import compat
-from hf_specgen.product_choice import Product, ProductChoice
+from hf_specgen.product_choice import Product, ShapeChoices, size_class
 
 MAX_TOKENS = 512  # for which a product is chosen; all take equally long for many more
-SMALL = 8  # numbers of tokens up to it have choices of their own
 BLOCKS_PER_THREAD = 8  # of the weights, for a single token: more than one, so that all threads end together
 PASSES_PER_TIME = 17  # passes of which one has all layers, to time them; a prime, as passes of modules alternate
 
@@ -59,18 +58,20 @@ class LinearLayer:
         self._weight = cast(nn.Parameter, module._parameters["weight"])
         self._bias = module._parameters.get("bias")
         self._dtype = self._weight.dtype
-        self._others: list[Product] = [] if prepacked is None else [LinearLayer.prepacked]
-        self._compiled: list[Product] = []
+        others: list[Product] = [] if prepacked is None else [LinearLayer.prepacked]
+        compiled: list[Product] = []
         if self._dtype == torch.float32:
-            self._others.append(LinearLayer.transposed)
+            others.append(LinearLayer.transposed)
             # A kernel is compiled for each shape and number of tokens, which takes about a millisecond.
-            self._compiled = [LinearLayer.onednn, LinearLayer.onednn_transposed]
-        self.products = [LinearLayer.ordinary, *self._others, *self._compiled]
+            compiled = [LinearLayer.onednn, LinearLayer.onednn_transposed]
+        self.products = [LinearLayer.ordinary, *others, *compiled]
         threads = torch.get_num_threads()
         outputs, self._inputs = matrix(module).shape
         self._blocks = math.gcd(outputs, BLOCKS_PER_THREAD * threads)
         key = (type(module), self._weight.shape, self._dtype, self._bias is not None, threads, *self.products)
-        self.choices = _choices.setdefault(key, {})
+        self.choices = _choices.get(key) or _choices.setdefault(
+            key, ShapeChoices(LinearLayer.ordinary, others, compiled)
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The output of the layer, by the fastest product unless there are many tokens."""
@@ -82,10 +83,7 @@ class LinearLayer:
         tokens = x.numel() // max(1, x.shape[-1])
         if not 0 < tokens <= MAX_TOKENS or not self._may_choose(x):
             return self.ordinary(x)
-        size = _size_class(tokens)
-        choice = self.choices.get(size) or self.choices.setdefault(
-            size, ProductChoice(LinearLayer.ordinary, self._others, self._compiled)
-        )
+        choice = self.choices.choice(tokens)
         product = choice.product()
         return choice.timed(self, x, began) if product is None else product(self, x)
 
@@ -101,12 +99,6 @@ class LinearLayer:
             return False
         # Functions that somebody else has replaced, by assignment or by a mode; or input of a class of somebody else.
         return _functions() == _FUNCTIONS and not has_torch_function_unary(x)
-
-    def is_ordinary(self, size: int | None) -> bool:
-        """Whether the ordinary product is the fastest for numbers of tokens of a class; None: of all small ones."""
-        sizes = range(1, 1 + SMALL) if size is None else (size,)
-        choices = [self.choices[one] for one in sizes if one in self.choices]
-        return bool(choices) and all(choice.is_ordinary for choice in choices)
 
     def ordinary(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the layer's class computes it."""
@@ -173,13 +165,8 @@ def _onednn_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     return cast(torch.Tensor, torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], ""))
 
 
-def _size_class(tokens: int) -> int:
-    """Numbers of tokens that share a choice: each small one has its own, larger ones those up to a power of two."""
-    return tokens if tokens <= SMALL else 1 << (tokens - 1).bit_length()
-
-
-_choices: dict[tuple[Any, ...], dict[int, ProductChoice]] = {}
-"""By the shape of layers, and all else that their products depend on, the choice for each number of tokens."""
+_choices: dict[tuple[Any, ...], ShapeChoices] = {}
+"""By the shape of layers, and all else that their products depend on."""
 
 
 class FastLinearLayers:
@@ -230,12 +217,12 @@ class FastLinearLayers:
         """The layers that may be faster than PyTorch's own for a number of tokens, or for any; now and then all."""
         if torch.are_deterministic_algorithms_enabled():
             return ()
-        size = _size_class(tokens) if tokens and tokens <= MAX_TOKENS else None
+        size = size_class(tokens) if tokens and tokens <= MAX_TOKENS else None
         _passes[size] += 1
         # What is compiled would be compiled anew for each set of replaced layers.
         if self._is_compiled or _passes[size] % PASSES_PER_TIME == 0:
             return self._layers
-        return [layer for layers in self._by_shape if not layers[0].is_ordinary(size) for layer in layers]
+        return [layer for layers in self._by_shape if not layers[0].choices.is_ordinary(size) for layer in layers]
 
 
 _passes = Counter[int | None]()  # by the class of the number of tokens

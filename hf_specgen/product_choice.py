@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from math import inf
+from math import ceil, inf
 from typing import Any
 
 import torch
 
+SMALL = 8  # numbers of tokens up to it have choices of their own
 COMPUTE_BOUND_TOKENS = 64  # from which on the time of a product grows in proportion to them
 SAMPLES = 3  # times of a product until one is chosen, by the shortest; further times may change the choice
 SLOW = 1.5  # times the shortest time of all: a product that takes longer is timed once until one is chosen
@@ -29,16 +30,21 @@ class ProductChoice:
     """
 
     comparisons = 0  # with other products than the ordinary one, of any layer, in this process
-    compilation = 0.0  # the thread's shortest time of a comparison with products that compile; 0 before the first
+    compilation = 0.0  # the thread's shortest time of a comparison with products that compile; 0 before the first one
 
-    def __init__(self, ordinary: Product, others: Sequence[Product], compiled: Sequence[Product]):
-        """`others` need no kernel, `compiled` ones do; all give the result of the `ordinary` one, but for rounding."""
+    def __init__(self, ordinary: Product, others: Sequence[Product], compiled: Sequence[Product], same: set[Product]):
+        """`others` need no kernel, `compiled` ones do; all give the result of the `ordinary` one, but for rounding.
+
+        `same` are those of the others that have been compared already, and compute the same; found ones are added.
+        """
         self.fastest: Product | None = None
         self._ordinary = ordinary
         self._compiled = tuple(compiled)
-        self._usable = [ordinary]
+        self._same = same
+        self._usable = [ordinary, *(product for product in others if product in same)]
         # In the order of their comparisons; as threads share a choice, it is read once, and replaced as a whole.
-        self._unchecked = tuple(tuple(group) for group in (others, compiled) if group)
+        uncompared = tuple(product for product in others if product not in same)
+        self._unchecked = tuple(group for group in (uncompared, self._compiled) if group)
         # How often each product was timed, and its shortest time.
         products = (ordinary, *others, *compiled)
         self._times = dict.fromkeys(products, 0)
@@ -59,8 +65,9 @@ class ProductChoice:
 
     def timed(self, layer: Any, x: torch.Tensor, began: float) -> torch.Tensor:
         """The layer's output, by the product timed the least often; for other than the ordinary one since `began`."""
+        tokens = max(COMPUTE_BOUND_TOKENS, x.numel() // x.shape[-1])  # prompts are of many lengths
         unchecked = self._unchecked
-        is_comparison = bool(unchecked) and self._seconds_until_comparison(unchecked[0]) <= 0
+        is_comparison = bool(unchecked) and self._calls_until_comparison(unchecked[0], tokens) == 0
         product = self._ordinary if is_comparison else min(self._contenders(), key=self._times.__getitem__)
         if product is self._ordinary:
             began = time.perf_counter()
@@ -68,16 +75,15 @@ class ProductChoice:
         seconds = time.perf_counter() - began
         self._spent += self._calls * seconds
         self._calls = 0
-        per_token = seconds / max(COMPUTE_BOUND_TOKENS, x.numel() // x.shape[-1])  # prompts are of many lengths
-        self._seconds[product] = min(self._seconds[product], per_token)
+        self._seconds[product] = min(self._seconds[product], seconds / tokens)
         self._times[product] += 1
         if is_comparison:
             self._compare(unchecked[0], layer, x, output)
         elif all(self._times[product] >= SAMPLES for product in self._contenders()):
             self.fastest = min(self._usable, key=self._seconds.__getitem__)
         self._interval = CALLS_PER_TIME
-        if unchecked and seconds > 0:
-            self._interval = min(CALLS_PER_TIME, 1 + int(self._seconds_until_comparison(unchecked[0]) / seconds))
+        if unchecked:
+            self._interval = max(1, self._calls_until_comparison(unchecked[0], tokens))
         return output
 
     def _contenders(self) -> list[Product]:
@@ -85,9 +91,17 @@ class ProductChoice:
         slow = inf if self.fastest else SLOW * min(self._seconds.values())
         return [product for product in self._usable if self._seconds[product] <= slow or not self._times[product]]
 
-    def _seconds_until_comparison(self, products: Sequence[Product]) -> float:
-        """How much longer the layers are to be used before these products are compared."""
-        return max(0.0, ProductChoice.compilation / COMPILING - self._spent) if products == self._compiled else 0.0
+    def _calls_until_comparison(self, products: Sequence[Product], tokens: int) -> int:
+        """After how many calls these products are to be compared with the ordinary one; 0: in this one."""
+        seconds = tokens * min(self._seconds.values())
+        if products != self._compiled:
+            return 0
+        if not 0 < seconds < inf:  # nothing has been timed yet
+            return CALLS_PER_TIME
+        # A matrix of a single layer, such as that of the output, may take longer to multiply than a kernel to compile.
+        cost = ProductChoice.compilation + len(products) * seconds
+        spent = self._spent + self._calls * seconds
+        return min(CALLS_PER_TIME, max(0, ceil((cost / COMPILING - spent) / seconds)))
 
     def _compare(self, products: Sequence[Product], layer: Any, x: torch.Tensor, output: torch.Tensor) -> None:
         """Find those of the next products that this machine has, and that compute the same `output`.
@@ -101,10 +115,44 @@ class ProductChoice:
         same = [product for product in products if is_same_output(_output_or_none(product, layer, x), output)]
         self._usable = [*(product for product in self._usable if product not in same), *same]
         self._unchecked = tuple(group for group in self._unchecked if group is not products)
+        self._same.update(same)
         self.fastest = None
         if products == self._compiled:
             seconds = time.thread_time() - began
             ProductChoice.compilation = min(seconds, ProductChoice.compilation or inf)
+
+
+class ShapeChoices:
+    """The choices of layers of one shape, for each number of tokens.
+
+    Products that need no kernel are compared with the ordinary one once for a single token and once for several, since
+    they are computed in two ways.
+    """
+
+    def __init__(self, ordinary: Product, others: Sequence[Product], compiled: Sequence[Product]):
+        """The products are those of `ProductChoice`."""
+        self._products = (ordinary, others, compiled)
+        self._choices: dict[int, ProductChoice] = {}
+        self._same: dict[bool, set[Product]] = {True: set(), False: set()}  # by whether there is a single token
+
+    def choice(self, tokens: int) -> ProductChoice:
+        """The choice for a number of tokens."""
+        size = size_class(tokens)
+        choice = self._choices.get(size)
+        if choice is None:
+            choice = self._choices.setdefault(size, ProductChoice(*self._products, self._same[tokens == 1]))
+        return choice
+
+    def is_ordinary(self, size: int | None) -> bool:
+        """Whether the ordinary product is the fastest for numbers of tokens of a class; None: of all small ones."""
+        sizes = range(1, 1 + SMALL) if size is None else (size,)
+        choices = [self._choices[size] for size in sizes if size in self._choices]
+        return bool(choices) and all(choice.is_ordinary for choice in choices)
+
+
+def size_class(tokens: int) -> int:
+    """Numbers of tokens that share a choice: each small one has its own, larger ones those up to a power of two."""
+    return tokens if tokens <= SMALL else 1 << (tokens - 1).bit_length()
 
 
 def num_comparisons() -> int:

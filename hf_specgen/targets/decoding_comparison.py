@@ -1,10 +1,13 @@
 """Decodes a prompt both ways, in plain steps and by drafts with a rollback, and compares the logits.
 
-The two rows as a tree; where only chains can be verified the draft is t1 and the wrong token. With an early exit there
-are more wrong tokens, since hooks may treat passes over several tokens differently::
+The two rows as a tree; where only chains can be verified the draft is t1, t2 and the wrong token. With an early exit
+there are more wrong tokens, since hooks may treat passes over several tokens differently::
 
-    row 0  . . a │ t0 ─┬─ wrong       pending t0, nodes (wrong, t1); t1 is accepted in row 0 and nothing in row 1, so
-    row 1  e f g │ t0 ─┴─ t1          that the next step is ragged: t2 in row 0, t1 with the draft t2 in row 1
+    row 0  . . a │ t0 ─┬─ wrong       pending t0, nodes (wrong, t1, t2); t1 is accepted in row 0 and nothing in row 1,
+    row 1  e f g │ t0 ─┴─ t1 ── t2    so that the next step is ragged: t2 in row 0, t1 with the draft t2 in row 1
+
+The logits after the prompt, t0 and t1 must be those of plain decoding. After t2 they must be the same as a node of the
+tree and after the rollback, which spares a plain step.
 """
 
 from __future__ import annotations
@@ -40,8 +43,8 @@ KEEPS_STATE = (
     "other passes than plain decoding"
 )
 CANNOT_RUN = "it cannot run in float32"
-STEPS = 4
-"""Generated tokens per row, of which the last one is not processed."""
+STEPS = 3
+"""Tokens per row that plain decoding generates; it processes one less, and drafts one more."""
 
 
 class UndecidedError(Exception):
@@ -113,25 +116,32 @@ def compare(call: PreparedCall, exit_layer: int | None, precision: torch.dtype) 
         return make_target(requirements, model, input_ids, config, kwargs)
 
     try:
-        drafted = [logits.to(plain[0]) for logits in _decode_drafts(new_target(), tokens)]
+        *drafted, before, after = (logits.to(plain[0]) for logits in _decode_drafts(new_target(), tokens))
+        if not _is_decided(before, config):  # plain decoding shows whether it is the model
+            before = _decode_plainly(call, STEPS + 1).logits[-1]
+        pairs = [*zip(plain, drafted, strict=True), (before, after)]
         if not treats_rows_alike(model):
-            drafted.append(_after_long_draft(new_target(), tokens, plain[2]))
-            plain = (*plain, plain[2])
+            pairs.append((plain[-1], _after_long_draft(new_target(), tokens, plain[-1])))
     except (AssertionError, AttributeError, IndexError, NotImplementedError, TypeError) as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         if package_of(frame.f_globals.get("__name__", "")) == package_of(__name__):
             raise  # no fault of the model
         reason = f"its forward pass takes no draft tokens ({type(error).__name__}: {error})"
         raise UnsupportedModelError(reason) from error
-    expected, found = (_of_allowed_tokens(torch.cat(list(logits)), config) for logits in (plain, drafted))
-    if not expected.amax(dim=-1).isfinite().all():
+    if not _is_decided(torch.cat([*plain, before]), config):
         raise UndecidedError
+    expected, found = (_of_allowed_tokens(torch.cat(logits), config) for logits in zip(*pairs, strict=True))
     errors = largest_differences(expected, found)
     if is_rounding(errors, precision):
         return None
     return (
         f"in the self-check its logits differed from those of plain decoding by {max(errors):.2g} standard deviations"
     )
+
+
+def _is_decided(logits: torch.Tensor, config: GenerationConfig) -> bool:
+    """Whether each row has a largest logit, without which there is nothing to compare."""
+    return bool(_of_allowed_tokens(logits, config).amax(dim=-1).isfinite().all())
 
 
 def _of_allowed_tokens(logits: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
@@ -162,30 +172,32 @@ def _is_begun(cache: Any) -> bool:
 
 
 def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Logits `[batch, vocab]` of the same steps, from two verification steps."""
+    """Logits `[batch, vocab]` after the prompt, t0, t1 and t2, and once more after t2, behind a rollback."""
     logits = [target.prefill()[:, -1]]
     # A wrong token beside t1: a token of the text if possible, since others may have no finite states.
     size = min(2, logits[0].shape[-1])
     wrong = [next((token for token in row if token != row[1]), (row[1] + 1) % size) for row in tokens]
     exits_early = isinstance(target, EarlyExitTarget)
     if target.verifies_chains_only:
-        nodes = [[row[1], token, token][: 2 + exits_early] for row, token in zip(tokens, wrong, strict=True)]
-        parents = chain_parents(2 + exits_early)
-        first = 0  # the node of t1
+        # The wrong token needs one more position than plain decoding.
+        length = max(2, min(3, target.last_position - max(target.first_positions)))
+        nodes = [[row[1], row[2], token][:length] for row, token in zip(tokens, wrong, strict=True)]
+        parents = chain_parents(length)
+        first, second = 0, 1  # the nodes of t1 and t2
     else:
-        # The first layers run over two nodes while they draft, and over the other two in the verification.
-        siblings = 2 if exits_early else 1
-        nodes = [[token] * siblings + [row[1], token][:siblings] for row, token in zip(tokens, wrong, strict=True)]
-        parents = Parents((-1,) * 2 * siblings)
-        first = siblings
+        # The first layers run over two nodes while they draft, and over the others in the verification.
+        first = 2 if exits_early else 1
+        nodes = [[token] * first + [row[1], token][:first] + [row[2]] for row, token in zip(tokens, wrong, strict=True)]
+        second = 2 * first
+        parents = Parents((-1,) * second + (first,))
     tree = DraftTree(nodes, (parents,) * len(tokens))
     if isinstance(target, EarlyExitTarget):
         target.run_early(DraftTree.empty(len(tokens)), torch.tensor([row[:1] for row in tokens]))
         early = tree.first_nodes(1 if target.verifies_chains_only else 2)
         target.run_early(early, early.tokens)
     step = target.forward(tree, [row[0] for row in tokens])
-    logits += [step[:, query] for query in (0, 1 + first)]  # after t0 and t1
-    # Even rows continue after t1, odd rows after t0: their next logits, after t1, repeat those of its node.
+    logits += [step[:, query] for query in (0, 1 + first, 1 + second)]
+    # Even rows continue after t1, odd rows after t0.
     odd = [row % 2 for row in range(len(tokens))]
     target.commit([[] if is_odd else [first] for is_odd in odd])
     chains = DraftTree.chains([[row[2]] if is_odd else [] for row, is_odd in zip(tokens, odd, strict=True)])

@@ -279,7 +279,7 @@ def short_text(
 def _prompt(model: PreTrainedModel) -> torch.Tensor:
     """`[2, tokens]` ids spread over the vocabulary, without special tokens; at most three per row."""
     config = model.config.get_text_config()
-    length = max(1, min(3, last_position(config, (0,)) + 1 - (STEPS - 1)))
+    length = max(1, min(3, last_position(config, (0,)) + 1 - STEPS))
     special = {
         value
         for any_config in (model.config, config)

@@ -17,7 +17,7 @@ from tests.helpers import fresh_model, prompts
 from tests.helpers.depth import depth_call
 from tests.helpers.processes import run_in_ranks
 
-PASSES_OF_SELF_CHECK = 7
+PASSES_OF_SELF_CHECK = 6
 TOKENS = 24
 
 

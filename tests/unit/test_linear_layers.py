@@ -20,7 +20,7 @@ from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
-from hf_specgen import NgramCandidates, linear_layers, prepacked
+from hf_specgen import FixedDepth, NgramCandidates, linear_layers, prepacked
 from hf_specgen.linear_layers import MAX_TOKENS, PASSES_PER_TIME, FastLinearLayers, LinearLayer
 from hf_specgen.product_choice import CALLS_PER_TIME, SAMPLES, num_comparisons
 from tests.helpers import assert_same_tokens, fresh_model, prompts
@@ -82,7 +82,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 def settle(model: nn.Module, x: torch.Tensor) -> None:
     """Call a model until the products of its layers have been chosen for this number of tokens."""
-    for _ in range(4 * (1 + SAMPLES)):
+    for _ in range(64):
         model(x)
 
 
@@ -466,12 +466,13 @@ def test_speculative_call_with_other_products_same_tokens(
     model = fresh_model(architecture)
     before = attributes(model)
     states: list[bool] = []
+    strategy = NgramCandidates(k=4, policy=FixedDepth())
 
     def look(input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
         states.append(attributes(model) == before)
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
-    assert_same_tokens(model, prompts(2), NgramCandidates(k=4), max_new_tokens=24, stopping_criteria=[look])
+    assert_same_tokens(model, prompts(2), strategy, max_new_tokens=100, stopping_criteria=[look])
     assert states and all(states) and clock.calls[next(iter(seconds))] > 10
 
 
