@@ -28,10 +28,10 @@ from hf_specgen.call_statistics import Statistics, StepRecord
 from hf_specgen.candidates.base import WrappedSession, checked_draft, leftmost_chains, vocabulary_size
 from hf_specgen.candidates.draft_batch import DraftBatch, TargetView
 from hf_specgen.candidates.grammar import grammar_drafts
-from hf_specgen.depth.calibrate import thread_clock
+from hf_specgen.clock import thread_clock
 from hf_specgen.depth.step_times import THREAD
 from hf_specgen.outputs import OutputCollector
-from hf_specgen.product_choice import num_comparisons
+from hf_specgen.product_choice import comparison_seconds
 from hf_specgen.settings import Settings
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.row_layout import UNLIMITED
@@ -305,7 +305,7 @@ class DecodingLoop(DecodingSteps):
 class DecodingTimer:
     """Measures wall time by part of decoding: of the call in `seconds`, of the step in `step`.
 
-    A step also has `THREAD`, unless products of linear layers were compared in its pass, which took longer for it.
+    A step also has `THREAD`, without the time in which products of linear layers were compared.
     """
 
     def __init__(self) -> None:
@@ -317,13 +317,14 @@ class DecodingTimer:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """A context whose time is added to a part; parts do not contain each other."""
-        comparisons = num_comparisons()
+        began_comparisons = comparison_seconds()
         began_thread = self._thread_clock()
         began = perf_counter()
         yield
         self.add(name, perf_counter() - began)
-        if name == "forward" and comparisons == num_comparisons():
-            self.step[THREAD] = self._thread_clock() - began_thread
+        if name == "forward":
+            compared = comparison_seconds() - began_comparisons
+            self.step[THREAD] = self._thread_clock() - began_thread - compared
 
     def add(self, part: str, seconds: float) -> None:
         """Add seconds to a part; none where a clock has gone backwards."""

@@ -5,12 +5,15 @@ A product is timed in the calls themselves: nothing is computed for it but a com
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from math import ceil, inf
 from typing import Any
 
 import torch
+
+from hf_specgen.clock import thread_clock
 
 SMALL = 8  # numbers of tokens up to it have choices of their own
 COMPUTE_BOUND_TOKENS = 64  # from which on the time of a product grows in proportion to them
@@ -29,7 +32,6 @@ class ProductChoice:
     The layers of a model take turns, so that their weights are not in the processor's cache when they are timed.
     """
 
-    comparisons = 0  # with other products than the ordinary one, of any layer, in this process
     compilation = 0.0  # the thread's shortest time of a comparison with products that compile; 0 before the first one
 
     def __init__(self, ordinary: Product, others: Sequence[Product], compiled: Sequence[Product], same: set[Product]):
@@ -108,17 +110,18 @@ class ProductChoice:
 
         They are not timed now: the weights are in the processor's cache.
         """
+        clock = thread_clock()
+        began = clock()
         if not output.isfinite().all():  # there is nothing to compare with
             return
-        began = time.thread_time()
-        ProductChoice.comparisons += 1
         same = [product for product in products if is_same_output(_output_or_none(product, layer, x), output)]
         self._usable = [*(product for product in self._usable if product not in same), *same]
         self._unchecked = tuple(group for group in self._unchecked if group is not products)
         self._same.update(same)
         self.fastest = None
+        seconds = clock() - began
+        _thread.seconds = comparison_seconds() + seconds
         if products == self._compiled:
-            seconds = time.thread_time() - began
             ProductChoice.compilation = min(seconds, ProductChoice.compilation or inf)
 
 
@@ -155,9 +158,12 @@ def size_class(tokens: int) -> int:
     return tokens if tokens <= SMALL else 1 << (tokens - 1).bit_length()
 
 
-def num_comparisons() -> int:
-    """How many times products have been compared in this process; a pass with comparisons takes longer than others."""
-    return ProductChoice.comparisons
+def comparison_seconds() -> float:
+    """The time in which this thread has compared products; a pass with comparisons takes longer than others by it."""
+    return getattr(_thread, "seconds", 0.0)
+
+
+_thread = threading.local()
 
 
 def _output_or_none(product: Product, layer: Any, x: torch.Tensor) -> torch.Tensor | None:

@@ -11,8 +11,7 @@ ranks of a tensor-parallel model use what the first rank measured.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
-from functools import cache
+from collections.abc import Hashable, Sequence
 from itertools import cycle
 from math import inf, sqrt
 from statistics import median
@@ -25,6 +24,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.call import Call, CallSettings, GenerationState, memory
 from hf_specgen.call_statistics import StepRecord
+from hf_specgen.clock import thread_clock
 from hf_specgen.depth.latency import ANY_DRAFTER, Bucket, CostCurve, DraftLatency, LatencyModel
 from hf_specgen.targets.graphs import is_captured
 from hf_specgen.targets.inputs import PreparedCall
@@ -164,19 +164,6 @@ def time_pass(target: Target, pending: Sequence[int], queries: int) -> float:
     seconds = max(clock() - begin, MIN_SECONDS)
     target.rewind([0] * len(pending))
     return seconds
-
-
-def thread_clock() -> Callable[[], float]:
-    """The time in which the thread ran; wall time where that advances in coarse steps, as on Windows."""
-    return time.perf_counter if _is_coarse() else time.thread_time
-
-
-@cache
-def _is_coarse() -> bool:
-    """Whether the thread's time advances by a millisecond or more at once, 15.6 on Windows, or stands still."""
-    begin = time.thread_time()
-    advances = (now - begin for now in (time.thread_time() for _ in range(1_000_000)) if now != begin)
-    return not 0 < next(advances, 0.0) < 1e-3
 
 
 def wait(device: torch.device) -> None:

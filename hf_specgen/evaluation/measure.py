@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
 from hf_specgen.call_statistics import Statistics
-from hf_specgen.depth.calibrate import thread_clock
+from hf_specgen.clock import thread_clock
 from hf_specgen.depth.calibrate import wait as wait
 from hf_specgen.generate import setting_of
 from hf_specgen.targets.support import is_rounding

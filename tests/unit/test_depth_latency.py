@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_specgen import clock as clocks
 from hf_specgen.call import memory
 from hf_specgen.call_statistics import RowStep, StepRecord
 from hf_specgen.decoding import DecodingTimer
@@ -184,24 +185,24 @@ def test_target_curve_where_the_time_of_threads_advances_in_coarse_steps(monkeyp
         return perf_counter() // 0.0156 * 0.0156
 
     monkeypatch.setattr("time.thread_time", coarse)
-    calibrate._is_coarse.cache_clear()
+    clocks._is_coarse.cache_clear()
     now = Clock()
     monkeypatch.setattr(time, "perf_counter", now)
     try:
         target: Any = Target(now, CURVES["flat"])
         assert measured(target).seconds[0] == pytest.approx(1.0)
     finally:
-        calibrate._is_coarse.cache_clear()
+        clocks._is_coarse.cache_clear()
 
 
 def test_time_of_threads_that_stands_still_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a call that waits for ever for the time to advance, as in a program that freezes clocks."""
     monkeypatch.setattr(time, "thread_time", lambda: 5.0)
-    calibrate._is_coarse.cache_clear()
+    clocks._is_coarse.cache_clear()
     try:
-        assert calibrate.thread_clock() is time.perf_counter
+        assert clocks.thread_clock() is time.perf_counter
     finally:
-        calibrate._is_coarse.cache_clear()
+        clocks._is_coarse.cache_clear()
 
 
 def test_drafter_timer_with_a_clock_that_goes_backwards_takes_no_time_below_zero() -> None:
