@@ -222,7 +222,14 @@ class FastLinearLayers:
         # What is compiled would be compiled anew for each set of replaced layers.
         if self._is_compiled or _passes[size] % PASSES_PER_TIME == 0:
             return self._layers
-        return [layer for layers in self._by_shape if not layers[0].choices.is_ordinary(size) for layer in layers]
+        useful: list[LinearLayer] = []
+        for layers in self._by_shape:
+            choices = layers[0].choices
+            if choices.is_ordinary(size):
+                choices.leave(size, len(layers))
+            else:
+                useful += layers
+        return useful
 
 
 _passes = Counter[int | None]()  # by the class of the number of tokens

@@ -62,8 +62,12 @@ class ProductChoice:
 
     @property
     def is_ordinary(self) -> bool:
-        """Whether PyTorch's own product is the fastest, so that the layers are better left as they are."""
-        return self.fastest is self._ordinary and not self._unchecked
+        """Whether the layers are better left as they are: their own product is the fastest, no comparison is due."""
+        return self.fastest is self._ordinary and not (self._unchecked and self._calls >= self._interval)
+
+    def leave(self, calls: int) -> None:
+        """Count calls of layers that are left as they are."""
+        self._calls += calls
 
     def timed(self, layer: Any, x: torch.Tensor, began: float) -> torch.Tensor:
         """The layer's output, by the product timed the least often; for other than the ordinary one since `began`."""
@@ -146,8 +150,14 @@ class ShapeChoices:
             choice = self._choices.setdefault(size, ProductChoice(*self._products, self._same[tokens == 1]))
         return choice
 
+    def leave(self, size: int | None, layers: int) -> None:
+        """Count a pass in which layers are left as they are, if the class of its number of tokens is known."""
+        choice = None if size is None else self._choices.get(size)
+        if choice is not None:
+            choice.leave(layers)
+
     def is_ordinary(self, size: int | None) -> bool:
-        """Whether the ordinary product is the fastest for numbers of tokens of a class; None: of all small ones."""
+        """Whether layers are better left as they are for numbers of tokens of a class; None: of all small ones."""
         sizes = range(1, 1 + SMALL) if size is None else (size,)
         choices = [self._choices[size] for size in sizes if size in self._choices]
         return bool(choices) and all(choice.is_ordinary for choice in choices)

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_specgen import FixedDepth, NgramCandidates, linear_layers, prepacked
 from hf_specgen.linear_layers import MAX_TOKENS, PASSES_PER_TIME, FastLinearLayers, LinearLayer
-from hf_specgen.product_choice import CALLS_PER_TIME, SAMPLES, comparison_seconds
+from hf_specgen.product_choice import CALLS_PER_TIME, COMPILING, SAMPLES, comparison_seconds
 from tests.helpers import assert_same_tokens, fresh_model, prompts
 from tests.helpers.interrupts import interrupted_at_each_line
 
@@ -290,6 +290,22 @@ def test_layers_whose_ordinary_product_is_the_fastest_are_left_but_for_a_few_pas
 
 
 @torch.no_grad()
+def test_layers_are_left_until_products_that_compile_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a detour until that comparison, or a comparison that waits for passes with a detour."""
+    clock = Clock(monkeypatch, onednn=0.5)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    layers = FastLinearLayers(model)
+    replaced = []
+    for _ in range(4 * PASSES_PER_TIME):
+        with layers.in_use(1):
+            replaced.append("forward" in vars(model[0]))
+            model(torch.ones(1, 1, 8))
+    passes = int(2 / COMPILING) // len(model)  # until two products take that part of the time of the layers
+    assert replaced.count(False) >= passes - 2 * SAMPLES
+    assert all(replaced[passes + PASSES_PER_TIME :]) and clock.calls["onednn"] > len(replaced), "it is the fastest"
+
+
+@torch.no_grad()
 def test_products_compared_by_two_threads_at_once_are_compared_by_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a thread that finds no products left to compare, as another one has just compared them."""
     Clock(monkeypatch)
@@ -480,7 +496,7 @@ def test_speculative_call_with_other_products_same_tokens(
 
 def test_layers_are_restored_after_ctrl_c_at_any_line() -> None:
     """Would catch: layers that were replaced before there was anything to restore them."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(8, 15), nn.Linear(15, 8))  # of shapes without a choice so far
     before = attributes(model)
     layers = FastLinearLayers(model)
 
@@ -636,7 +652,7 @@ def test_model_that_is_pickled_or_converted_in_a_block(products: list[int]) -> N
 
 def test_layers_are_restored_after_ctrl_c_while_they_are_restored() -> None:
     """Would catch: a model that keeps the rest of the layers for ever."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(8, 13), nn.Linear(13, 8))  # of shapes without a choice so far
     before = attributes(model)
     layers = FastLinearLayers(model)
 
