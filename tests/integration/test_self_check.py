@@ -557,3 +557,24 @@ def test_reason_names_what_the_model_does(kind: Any, reason: str) -> None:
     model = kind(fresh_model("llama").config).eval()
     with pytest.raises(ValueError, match=f"cannot verify draft tokens: {reason}"):
         model.generate(**prompts(1), max_new_tokens=8, candidate_generator=NgramCandidates())
+
+
+class MarksLongPasses(LlamaForCausalLM):
+    """Computes as a Llama until it has had a pass over several tokens after the prompt: its next pass differs."""
+
+    has_had_one = False
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        is_prompt = not kwargs[compat.CACHE].get_seq_length()
+        output = super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        if self.has_had_one and not is_prompt:
+            output.logits = output.logits.roll(1, dims=-1)
+        self.has_had_one = input_ids.shape[1] > 1 and not is_prompt
+        return output
+
+
+def test_model_that_differs_after_a_rollback_alone_is_refused() -> None:
+    """Would catch: a check that ends with the pass over the draft."""
+    model = MarksLongPasses(fresh_model("llama").config).eval()
+    with pytest.raises(ValueError, match="in the self-check its logits differed"):
+        model.generate(**prompts(1), max_new_tokens=8, candidate_generator=NgramCandidates())

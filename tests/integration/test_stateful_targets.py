@@ -342,6 +342,15 @@ def test_flash_target_with_sliding_windows_same_tokens(architecture: str) -> Non
     assert_same_tokens(model, prompts(1, 40), NgramCandidates(k=4), max_new_tokens=80)
 
 
+@pytest.mark.parametrize("positions", [4, 5, 6, 7])
+def test_flash_target_whose_position_table_ends_within_the_self_check_same_tokens(positions: int) -> None:
+    """Would catch: a refusal where there is no position for the wrong token of the check's chain."""
+    model = fresh_model("gpt2", n_positions=positions)
+    model.config._attn_implementation = STAND_IN
+    inputs = {"input_ids": torch.tensor([[5]]), "attention_mask": torch.ones(1, 1, dtype=torch.long)}
+    assert_same_tokens(model, inputs, NgramCandidates(k=3), max_new_tokens=positions - 1)
+
+
 def test_flash_target_with_batch_refused() -> None:
     """Would catch: rows that accept different numbers of tokens, which a kernel without a mask mixes up."""
     with pytest.raises(ValueError, match=r"flash_stand_in takes no mask.* one prompt at a time"):

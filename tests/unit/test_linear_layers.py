@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from hf_specgen import FixedDepth, NgramCandidates, linear_layers, prepacked
+from hf_specgen.decoding import DecodingTimer
+from hf_specgen.depth.step_times import THREAD
 from hf_specgen.linear_layers import MAX_TOKENS, PASSES_PER_TIME, FastLinearLayers, LinearLayer
 from hf_specgen.product_choice import CALLS_PER_TIME, COMPILING, SAMPLES, comparison_seconds
 from tests.helpers import assert_same_tokens, fresh_model, prompts
@@ -303,6 +305,39 @@ def test_layers_are_left_until_products_that_compile_are_compared(monkeypatch: p
     passes = int(2 / COMPILING) // len(model)  # until two products take that part of the time of the layers
     assert replaced.count(False) >= passes - 2 * SAMPLES
     assert all(replaced[passes + PASSES_PER_TIME :]) and clock.calls["onednn"] > len(replaced), "it is the fastest"
+
+
+@torch.no_grad()
+def test_products_without_a_kernel_are_compared_once_for_several_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a comparison for each number of tokens, and none for a single one, which has another product."""
+    clock = Clock(monkeypatch)
+    model = nn.Sequential(nn.Linear(8, 8))
+    products = []
+    with FastLinearLayers(model).in_use():
+        for tokens in (4, 5, 6, 1):
+            clock.calls.clear()
+            model(torch.ones(1, tokens, 8))
+            products.append(clock.calls["mm"])
+    assert products == [1, 0, 0, 1]
+
+
+@torch.no_grad()
+def test_time_of_a_comparison_is_no_time_of_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: T(q) that is too long for sizes whose products were compared in their first pass."""
+    product, threads = torch.mm, next(numbers)
+
+    def slow(*arguments: Any) -> torch.Tensor:
+        began = time.thread_time()
+        while time.thread_time() < began + 0.1:
+            pass
+        return product(*arguments)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # a shape without a choice
+    monkeypatch.setattr(torch, "mm", slow)
+    model, timer = nn.Sequential(nn.Linear(8, 8)), DecodingTimer()
+    with FastLinearLayers(model).in_use(), timer.part("forward"):
+        model(torch.ones(1, 2, 8))
+    assert timer.step["forward"] >= 0.1 > 2 * timer.step[THREAD]
 
 
 @torch.no_grad()
