@@ -69,9 +69,7 @@ class LinearLayer:
         outputs, self._inputs = matrix(module).shape
         self._blocks = math.gcd(outputs, BLOCKS_PER_THREAD * threads)
         key = (type(module), self._weight.shape, self._dtype, self._bias is not None, threads, *self.products)
-        self.choices = _choices.get(key) or _choices.setdefault(
-            key, ShapeChoices(LinearLayer.ordinary, others, compiled)
-        )
+        self.choices = _choices.setdefault(key, ShapeChoices(LinearLayer.ordinary, others, compiled))
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The output of the layer, by the fastest product unless there are many tokens."""
@@ -166,7 +164,7 @@ def _onednn_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 
 
 _choices: dict[tuple[Any, ...], ShapeChoices] = {}
-"""By the shape of layers, and all else that their products depend on."""
+"""By the shape of layers, their dtype, and all else that their products depend on."""
 
 
 class FastLinearLayers:
@@ -226,7 +224,7 @@ class FastLinearLayers:
         for layers in self._by_shape:
             choices = layers[0].choices
             if choices.is_ordinary(size):
-                choices.leave(size, len(layers))
+                choices.count_ordinary_calls(size, len(layers))
             else:
                 useful += layers
         return useful

@@ -37,7 +37,8 @@ class ProductChoice:
     def __init__(self, ordinary: Product, others: Sequence[Product], compiled: Sequence[Product], same: set[Product]):
         """`others` need no kernel, `compiled` ones do; all give the result of the `ordinary` one, but for rounding.
 
-        `same` are those of the others that have been compared already, and compute the same; found ones are added.
+        `same` are products that a choice for another number of tokens has compared, and found to give that result; what
+        this one finds is added. Others among them are not compared again.
         """
         self.fastest: Product | None = None
         self._ordinary = ordinary
@@ -65,8 +66,8 @@ class ProductChoice:
         """Whether the layers are better left as they are: their own product is the fastest, no comparison is due."""
         return self.fastest is self._ordinary and not (self._unchecked and self._calls >= self._interval)
 
-    def leave(self, calls: int) -> None:
-        """Count calls of layers that are left as they are."""
+    def count_ordinary_calls(self, calls: int) -> None:
+        """Count calls of layers that are left as they are, which `product` is not asked for."""
         self._calls += calls
 
     def timed(self, layer: Any, x: torch.Tensor, began: float) -> torch.Tensor:
@@ -99,9 +100,9 @@ class ProductChoice:
 
     def _calls_until_comparison(self, products: Sequence[Product], tokens: int) -> int:
         """After how many calls these products are to be compared with the ordinary one; 0: in this one."""
-        seconds = tokens * min(self._seconds.values())
         if products != self._compiled:
             return 0
+        seconds = tokens * min(self._seconds.values())
         if not 0 < seconds < inf:  # nothing has been timed yet
             return CALLS_PER_TIME
         # A matrix of a single layer, such as that of the output, may take longer to multiply than a kernel to compile.
@@ -150,11 +151,11 @@ class ShapeChoices:
             choice = self._choices.setdefault(size, ProductChoice(*self._products, self._same[tokens == 1]))
         return choice
 
-    def leave(self, size: int | None, layers: int) -> None:
-        """Count a pass in which layers are left as they are, if the class of its number of tokens is known."""
+    def count_ordinary_calls(self, size: int | None, calls: int) -> None:
+        """Count calls of layers that are left as they are, if the class of their number of tokens is known."""
         choice = None if size is None else self._choices.get(size)
         if choice is not None:
-            choice.leave(layers)
+            choice.count_ordinary_calls(calls)
 
     def is_ordinary(self, size: int | None) -> bool:
         """Whether layers are better left as they are for numbers of tokens of a class; None: of all small ones."""

@@ -44,7 +44,7 @@ KEEPS_STATE = (
 )
 CANNOT_RUN = "it cannot run in float32"
 STEPS = 3
-"""Tokens per row that plain decoding generates; it processes one less, and drafts one more."""
+"""Tokens per row that plain decoding generates. The last one is processed in drafts alone."""
 
 
 class UndecidedError(Exception):
@@ -116,10 +116,10 @@ def compare(call: PreparedCall, exit_layer: int | None, precision: torch.dtype) 
         return make_target(requirements, model, input_ids, config, kwargs)
 
     try:
-        *drafted, before, after = (logits.to(plain[0]) for logits in _decode_drafts(new_target(), tokens))
-        if not _is_decided(before, config):  # plain decoding shows whether it is the model
-            before = _decode_plainly(call, STEPS + 1).logits[-1]
-        pairs = [*zip(plain, drafted, strict=True), (before, after)]
+        *drafted, in_tree, after_rollback = (logits.to(plain[0]) for logits in _decode_drafts(new_target(), tokens))
+        if not _is_decided(in_tree, config):  # do they differ from plain decoding, or does the model have such logits?
+            in_tree = _decode_plainly(call, STEPS + 1).logits[-1]
+        pairs = [*zip(plain, drafted, strict=True), (in_tree, after_rollback)]
         if not treats_rows_alike(model):
             pairs.append((plain[-1], _after_long_draft(new_target(), tokens, plain[-1])))
     except (AssertionError, AttributeError, IndexError, NotImplementedError, TypeError) as error:
@@ -128,7 +128,7 @@ def compare(call: PreparedCall, exit_layer: int | None, precision: torch.dtype) 
             raise  # no fault of the model
         reason = f"its forward pass takes no draft tokens ({type(error).__name__}: {error})"
         raise UnsupportedModelError(reason) from error
-    if not _is_decided(torch.cat([*plain, before]), config):
+    if not _is_decided(torch.cat([*plain, in_tree]), config):
         raise UndecidedError
     expected, found = (_of_allowed_tokens(torch.cat(logits), config) for logits in zip(*pairs, strict=True))
     errors = largest_differences(expected, found)
@@ -172,7 +172,7 @@ def _is_begun(cache: Any) -> bool:
 
 
 def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Logits `[batch, vocab]` after the prompt, t0, t1 and t2, and once more after t2, behind a rollback."""
+    """Logits `[batch, vocab]` after the prompt, t0, t1 and t2, and those after t2 once more, after a rollback."""
     logits = [target.prefill()[:, -1]]
     # A wrong token beside t1: a token of the text if possible, since others may have no finite states.
     size = min(2, logits[0].shape[-1])
