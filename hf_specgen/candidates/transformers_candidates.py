@@ -65,7 +65,7 @@ class TransformersCandidates(Candidates):
 
 
 class _TransformersSession(DraftSession):
-    """Calls a generator as Transformers' loop does: first with the prompt alone.
+    """Calls a generator as Transformers' loop does: first with the prompt alone, unless there are embeddings instead.
 
     Here the first token comes from the prefill. If the first candidates begin with it, the others are the draft.
     """
@@ -73,7 +73,7 @@ class _TransformersSession(DraftSession):
     def __init__(self, batch: DraftBatch, generator: CandidateGenerator):
         super().__init__(batch)
         self._generator = generator
-        self._is_first = True
+        self._is_first = bool(batch.state.prompts[0])  # generators may fail for a text without tokens
         self._proposed = 0  # by the last call of the generator
         self._matched = 0  # of these the ones that had been generated before
         self._drafted = False

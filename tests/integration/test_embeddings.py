@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from hf_specgen import (
     DraftModelCandidates,
@@ -20,7 +22,7 @@ from hf_specgen import (
 from tests.fuzz.heads import random_head
 from tests.helpers.comparison import END, SAMPLING
 from tests.helpers.medusa import fitted_heads
-from tests.helpers.models import prompts, shared_draft, tiny_model
+from tests.helpers.models import perturbed_copy, prompts, shared_draft, tiny_model
 from tests.helpers.oracle import ORACLES
 
 
@@ -95,3 +97,16 @@ def test_networks_without_ids_are_refused_with_the_reason() -> None:
     for strategy in (DraftModelCandidates(shared_draft(model), k=3), MedusaCandidates(heads)):
         with pytest.raises(ValueError, match=r"reads the token ids of the prompt.*give input_ids beside them, or use"):
             model.generate(**inputs, max_new_tokens=4, candidate_generator=strategy)
+
+
+def test_embeddings_alone_with_a_generator_of_transformers_same_tokens() -> None:
+    """Would catch: a generator that is asked for candidates after the prompt, which has no tokens."""
+    model = tiny_model("llama")
+    inputs = embedded(model, 1, with_ids=False)
+    assistant = perturbed_copy(model)
+    config = GenerationConfig(min_length=0, max_length=60, pad_token_id=0, do_sample=False)
+    no_text = torch.zeros(1, 0, dtype=torch.long)
+    generator = AssistedCandidateGenerator(no_text, assistant, config, {})
+    output = model.generate(**inputs, max_new_tokens=14, candidate_generator=generator, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, model.generate(**inputs, max_new_tokens=14))
+    assert output.speculation.drafted > 0
