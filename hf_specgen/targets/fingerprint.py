@@ -94,15 +94,19 @@ def weights_sample(model: PreTrainedModel) -> Hashable:
     Another training of the same architecture has other values: what one of them computes proves nothing for the other.
     Where values cannot be read, as of offloaded weights, the sample is equal to no other.
     """
+    device = compat.input_device(model)
     layouts: list[Hashable] = []
-    values = []
+    samples: dict[torch.dtype, list[torch.Tensor]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor) not in (nn.Parameter, torch.Tensor) or tensor.is_meta or tensor.layout != torch.strided:
             return object()
         layouts.append((name, tensor.shape, tensor.dtype, tensor.device))
         flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)
-        values.append(flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].double().to(compat.input_device(model)))
-    return type(model), tuple(layouts), torch.cat(values).cpu().numpy().tobytes() if values else b""
+        step = max(1, len(flat) // SAMPLE)
+        samples.setdefault(tensor.dtype, []).append(flat[: step * SAMPLE : step].to(device))
+    # One conversion for all tensors of a dtype.
+    values = [torch.cat(parts).double().cpu().numpy().tobytes() for parts in samples.values()]
+    return type(model), tuple(layouts), tuple(values)
 
 
 def matmul_precision(model: PreTrainedModel) -> torch.dtype:
