@@ -202,13 +202,19 @@ class LatencyModel:
         return StepLatency(target, drafters.get(self.drafter_kind) or drafters[ANY_DRAFTER])
 
     def for_drafter(self, kind: str, negligible_draft_cost: bool = False) -> LatencyModel:
-        """The same model with this kind of drafter; `ValueError` if it has none, unless its cost is negligible."""
-        default = {ANY_DRAFTER: DraftLatency()} if negligible_draft_cost else {}  # no time
-        buckets = tuple(Bucket(target, default | dict(drafters)) for target, drafters in self.buckets)
-        for _, drafters in buckets:
-            if not {kind, ANY_DRAFTER} & drafters.keys():
+        """The same model with this kind of drafter; `ValueError` if it has none, unless its cost is negligible.
+
+        A drafter with negligible cost makes no passes: of its latency, or that of any drafter, only the overhead counts.
+        """
+        buckets: list[Bucket] = []
+        for target, drafters in self.buckets:
+            latency = drafters.get(kind) or drafters.get(ANY_DRAFTER)
+            if negligible_draft_cost:
+                latency = DraftLatency() if latency is None else DraftLatency(overhead=latency.overhead)
+            if latency is None:
                 raise ValueError(f"the latency file has no drafter {kind!r}; it has {sorted(drafters)}")
-        return LatencyModel(buckets, kind)
+            buckets.append(Bucket(target, {**drafters, kind: latency}))
+        return LatencyModel(tuple(buckets), kind)
 
     @classmethod
     def from_curves(cls, *curves: CostCurve, draft_token: float = 0.0, draft_step: float = 0.0) -> LatencyModel:

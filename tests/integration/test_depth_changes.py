@@ -75,6 +75,14 @@ def test_adaptive_depth_with_assumed_latency_drafts_alike_in_every_process(tmp_p
     assert repr(AdaptiveDepth("assumed")) == "AdaptiveDepth(latency='assumed')"
 
 
+def test_ngrams_with_assumed_latency_draft_for_short_answers_to_long_prompts() -> None:
+    """Would catch: n-grams that wait for passes over the prompt, which only drafters with a model make."""
+    model, candidates = tiny_model("llama"), NgramCandidates(policy=AdaptiveDepth("assumed"))
+    text = prompts(1)["input_ids"].repeat(1, 20)
+    statistics = assert_same_tokens(model, {"input_ids": text}, candidates, max_new_tokens=16)
+    assert statistics.drafted > 0
+
+
 def test_policy_of_a_call_overrides_that_of_the_strategy_once() -> None:
     """Would catch: a policy that is ignored, or that stays with the strategy for later calls."""
     model, ngram = tiny_model("llama"), NgramCandidates(k=5, policy=FixedDepth(2))

@@ -251,8 +251,9 @@ def test_network_pauses_where_it_adds_nothing_and_the_others_go_on(network_is_ri
     """Would catch: a combination below its best member, since a network takes time, or since its loss pauses all."""
     copied = Scripted([5, 6], 0.6, is_network=False)
     network = Scripted([8, 9], 0.6, is_network=True)
-    batch = make_batch(make_state([[1, 2, 3]]), policy=AdaptiveDepth(DRAFTING_TAKES_TIME))
-    session = CombinedCandidates([copied, network]).start(batch)
+    candidates = CombinedCandidates([copied, network])
+    batch = make_batch(make_state([[1, 2, 3]]), candidates=candidates, policy=AdaptiveDepth(DRAFTING_TAKES_TIME))
+    session = candidates.start(batch)
     losses = []
     for _ in range(60):
         tree = session.draft([16])

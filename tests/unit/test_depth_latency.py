@@ -66,6 +66,16 @@ def test_selecting_a_drafter_that_the_profile_lacks_raises() -> None:
     assert free.draft_seconds([1, 1, 1]) == 0.0
 
 
+@pytest.mark.parametrize("kind", ["any", "ngram"])
+def test_drafter_without_passes_takes_the_overhead_alone(kind: str) -> None:
+    """Would catch: passes of other drafters, as an assumed latency has them, counted for n-grams."""
+    latency = DraftLatency((1.0, 64.0), (0.3, 2.4), overhead=0.1)
+    model = LatencyModel((Bucket(CostCurve((1, 64), (1.0, 8.0), 512, 1), {kind: latency}),))
+    draft = model.for_drafter("ngram", negligible_draft_cost=True).at(1, 1).draft
+    assert (draft.pass_seconds(1000), draft.draft_seconds([])) == (0.0, 0.1)
+    assert model.for_drafter("ngram").at(1, 1).draft == latency
+
+
 CURVE = {"queries": [1, 2], "seconds": [1.0, 1.5], "context": 1, "batch": 1}
 ANY = {"tokens": [1], "seconds": [0.0], "overhead": 0.0, "prefill": 0.0}
 VALID: dict[str, Any] = {"format": FORMAT, "slices": [{"target": CURVE, "drafters": {"any": ANY}}]}
