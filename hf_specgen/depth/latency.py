@@ -204,7 +204,7 @@ class LatencyModel:
     def for_drafter(self, kind: str, negligible_draft_cost: bool = False) -> LatencyModel:
         """The same model with this kind of drafter; `ValueError` if it has none, unless its cost is negligible.
 
-        A drafter with negligible cost makes no passes: of its latency, or that of any drafter, only the overhead counts.
+        A drafter with negligible cost makes no passes: of its latency, or of that of any drafter, the overhead counts.
         """
         buckets: list[Bucket] = []
         for target, drafters in self.buckets:

@@ -28,12 +28,13 @@ from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.exact_arithmetic import HALF, ExactArithmetic
 from hf_specgen.targets.fingerprint import matmul_precision
-from hf_specgen.targets.hooks import WatchedHooks, may_keep_results, package_of, treats_rows_alike
+from hf_specgen.targets.hooks import may_keep_results, package_of, treats_rows_alike
 from hf_specgen.targets.inputs import PreparedCall
 from hf_specgen.targets.model_parts import cached_tokens
 from hf_specgen.targets.requirements import TargetRequirements, make_target
 from hf_specgen.targets.support import is_rounding, largest_differences
 from hf_specgen.targets.target import Target
+from hf_specgen.targets.watched_hooks import WatchedHooks
 from hf_specgen.tree import DraftTree, Parents, chain_parents
 
 IN_TRAINING = "in training mode"

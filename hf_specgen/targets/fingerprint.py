@@ -23,7 +23,7 @@ from hf_specgen.targets.model_parts import text_config
 
 PLAIN_TENSORS = frozenset((nn.Parameter, torch.Tensor, type(None)))
 STANDARD_ATTRIBUTES = tuple(hooks.own_attributes(nn.Module()))
-"""Attributes of every module, which its constructor makes before all others: its parts and its hooks."""
+"""Attributes of every module, which most constructors make before all others: its parts and its hooks."""
 
 
 SAMPLE = 16
@@ -58,7 +58,11 @@ def computation(model: PreTrainedModel) -> tuple[Hashable, ...]:
         if settings is None:
             settings = settings_of_class[module_class] = _settings_reader(module_class)
         of_module = [module_class, attributes.get("training")]  # a compiled module has that of its part
-        of_module += settings(islice(attributes.values(), skipped, None))
+        if tuple(islice(attributes, skipped)) == STANDARD_ATTRIBUTES:
+            other_attributes: Iterable[Any] = islice(attributes.values(), skipped, None)
+        else:  # a constructor may set some before it calls that of `nn.Module`, as BART's positions do
+            other_attributes = [value for name, value in attributes.items() if name not in STANDARD_ATTRIBUTES]
+        of_module += settings(other_attributes)
         for tensor in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
             tensor_class: Any = type(tensor)
             if tensor_class not in PLAIN_TENSORS:

@@ -5,9 +5,7 @@ Hooks of this package are registered during a pass by `thread_hooks`, and are no
 
 from __future__ import annotations
 
-import dis
 import functools
-import itertools
 import threading
 import weakref
 from collections import deque
@@ -16,9 +14,7 @@ from contextlib import contextmanager
 from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.linear_layers import layer_of
@@ -82,9 +78,19 @@ def changed_functions(module: nn.Module) -> Iterator[Any]:
     """The hooks of a module, and its `forward` if it is not that of its class; not those of this package."""
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         yield from foreign_hooks(getattr(module, name)).values()
-    forward = own_attributes(module).get("forward")
-    if forward is not None and layer_of(forward) is None and not _is_of_class(forward, module):
+    forward = replaced_forward(module)
+    if forward is not None:
         yield forward
+
+
+def replaced_forward(module: nn.Module) -> Any:
+    """The `forward` of a module that is neither that of its class nor of this package; None if there is none.
+
+    This package replaces that of linear layers during a pass, which may run in another thread.
+    """
+    forward = own_attributes(module).get("forward")
+    is_replaced = forward is not None and layer_of(forward) is None and not _is_of_class(forward, module)
+    return forward if is_replaced else None
 
 
 def _is_of_class(forward: Any, module: nn.Module) -> bool:
@@ -109,7 +115,7 @@ def treats_rows_alike(model: nn.Module) -> bool:
     """Whether a model has no hook, function or class of a user, which may hold something for each row."""
     packages = {*LIBRARIES, *QUANTIZERS}
     for module in model.modules():
-        is_changed = not all(map(_is_of_training_library, changed_functions(module)))
+        is_changed = not all(map(is_of_training_library, changed_functions(module)))
         sources = {package_of(type(module).__module__), package_of(getattr(type(module).forward, "__module__", ""))}
         if is_changed or not sources <= packages:
             return False
@@ -130,7 +136,7 @@ def _attention(model: nn.Module) -> Any:
     return registered_attention(implementation or "") or registered_attention
 
 
-def _is_of_training_library(function: Any) -> bool:
+def is_of_training_library(function: Any) -> bool:
     """Whether a hook or replaced `forward` is of a library whose functions do the same to all rows."""
     function = getattr(function, "func", function)  # of a partial function
     function = getattr(function, "__func__", function)  # of a bound method
@@ -261,7 +267,7 @@ class Change(NamedTuple):
     """A place where nested tuples differ."""
 
     place: Place
-    is_changed: bool  # a value; if not, values were added or removed
+    replaces_value: bool  # if not, values were added or removed
     is_plain: bool  # plain values alone differ: no class, function, or number of variables
 
 
@@ -318,80 +324,3 @@ def is_plain(value: Any) -> bool:
 def package_of(module_name: str) -> str:
     """The package of a module, by their names."""
     return module_name.partition(".")[0]
-
-
-class WatchedHooks:
-    """In this context, a model's hooks that are not this package's, and its replaced `forward`s, are watched.
-
-    Attributes:
-        has_stateful_hook: afterwards, whether a function was found that changed the results of its module, or may do
-            so in a later pass, as it has a statement that returns a result; and that refers to plain values which it
-            changed itself, or another hook between two of its calls.
-    """
-
-    def __init__(self, model: PreTrainedModel):
-        self.has_stateful_hook = False
-        self._watched: list[tuple[dict[Any, Any], Any, Callable[..., Any]]] = []  # where each function is, and itself
-        for module in model.modules():
-            for registry in (module._forward_hooks, module._forward_pre_hooks):
-                self._watched += [(registry, number, hook) for number, hook in foreign_hooks(registry).items()]
-            attributes = own_attributes(module)
-            if "forward" in attributes and not _is_of_training_library(attributes["forward"]):  # which keeps no state
-                self._watched.append((attributes, "forward", attributes["forward"]))
-
-    def __enter__(self) -> WatchedHooks:
-        for registry, key, function in self._watched:
-            registry[key] = self._watching(function, returns_value=may_return_a_value(function))
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for registry, key, function in self._watched:
-            if key in registry:  # a hook may have removed itself
-                registry[key] = function
-
-    def _watching(self, function: Callable[..., Any], returns_value: bool) -> Callable[..., Any]:
-        after_last_call: tuple[Hashable, ...] | None = None
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal after_last_call
-            state = function_state(function)
-            versions = _versions((args, kwargs))
-            result = function(*args, **kwargs)
-            after = function_state(function)
-            has_changed_results = result is not None or _versions((args, kwargs)) != versions
-            # Added values are records, such as the shapes of all passes.
-            has_changed_values = any(change.is_changed for change in changes(after_last_call or state, after))
-            after_last_call = after
-            may_change_results = has_changed_results or returns_value
-            if (after != state and has_changed_results) or (has_changed_values and may_change_results):
-                self.has_stateful_hook = True
-            return result
-
-        call.__module__ = getattr(function, "__module__", None) or ""  # a user's, also for other threads
-        return call
-
-
-def may_return_a_value(function: Any) -> bool:
-    """Whether a function has a return statement with anything but None."""
-    if isinstance(function, functools.partial):
-        return may_return_a_value(function.func)
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    if code is None:
-        code = getattr(type(function).__call__, "__code__", None)
-    if code is None:  # not written in Python
-        return True
-    for before, instruction in itertools.pairwise(dis.get_instructions(code)):
-        if instruction.opname == "RETURN_CONST" and instruction.argval is not None:
-            return True
-        returns_none = before.opname == "LOAD_CONST" and before.argval is None and not instruction.is_jump_target
-        if instruction.opname == "RETURN_VALUE" and not returns_none:
-            return True
-    return False
-
-
-def _versions(value: Any) -> list[int]:
-    """How often each tensor in nested collections was changed in place."""
-    if isinstance(value, torch.Tensor):
-        return [] if value.is_inference() else [value._version]
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [version for element in values for version in _versions(element)]

@@ -13,13 +13,15 @@ import peft
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import AttentionInterface, LlamaForCausalLM
+from transformers import AttentionInterface, BartConfig, BartForCausalLM, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_specgen import DraftModelCandidates, FixedDepth, LayerSkipCandidates, NgramCandidates, attached
 from hf_specgen.compat import CACHE
+from hf_specgen.linear_layers import LinearLayer, restore
 from hf_specgen.targets.fingerprint import computation
 from hf_specgen.targets.model_parts import decoder_layers
+from hf_specgen.targets.watched_hooks import WatchedHooks
 from tests.helpers import assert_same_tokens, fresh_model, perturbed_copy, prompts, tiny_model
 
 PROMPT = torch.tensor([[1, 5, 9, 23, 5, 9, 23, 5, 9]])
@@ -537,6 +539,27 @@ def test_computation_is_equal_in_later_calls() -> None:
         before = computation(model)
         model.generate(**CALL, candidate_generator="auto")
         assert computation(model) == before
+
+
+def test_computation_has_attributes_that_are_set_before_those_of_every_module() -> None:
+    """Would catch: attributes that are told apart by their order alone; BART's positions set `offset` first of all."""
+    sizes = {"d_model": 32, "vocab_size": 50, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32}
+    model = BartForCausalLM(BartConfig(**sizes))
+    before = computation(model)
+    positions = next(module for module in model.modules() if hasattr(module, "offset"))
+    positions.offset += 1
+    assert computation(model) != before
+
+
+def test_watched_hooks_leave_linear_layers_of_a_pass_in_another_thread() -> None:
+    """Would catch: a fast linear layer that stays in the model, since a self-check wrapped it meanwhile."""
+    model = llama()
+    layer = LinearLayer(model.lm_head)
+    vars(model.lm_head)["forward"] = layer.forward  # a pass of another thread begins
+    with WatchedHooks(model):
+        restore([layer])  # and ends
+        assert "forward" not in vars(model.lm_head)
+    assert "forward" not in vars(model.lm_head)
 
 
 def test_computation_refers_to_no_model() -> None:
