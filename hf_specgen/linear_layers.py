@@ -49,16 +49,16 @@ class LinearLayer:
 
     Args:
         module: an `nn.Linear` or `Conv1D`.
-        prepacked: its weights in oneDNN's layout; None if there is no such copy.
+        packed_weight: its weights in oneDNN's layout; None if there is no such copy.
     """
 
-    def __init__(self, module: nn.Module, prepacked: torch.Tensor | None = None):
+    def __init__(self, module: nn.Module, packed_weight: torch.Tensor | None = None):
         self.module = module
-        self._prepacked = prepacked
+        self._packed_weight = packed_weight
         self._weight = cast(nn.Parameter, module._parameters["weight"])
         self._bias = module._parameters.get("bias")
         self._dtype = self._weight.dtype
-        others: list[Product] = [] if prepacked is None else [LinearLayer.prepacked]
+        others: list[Product] = [] if packed_weight is None else [LinearLayer.prepacked]
         compiled: list[Product] = []
         if self._dtype == torch.float32:
             others.append(LinearLayer.transposed)
@@ -128,7 +128,7 @@ class LinearLayer:
 
     def prepacked(self, x: torch.Tensor) -> torch.Tensor:
         """By oneDNN, from the copy of the weights in its layout."""
-        return _onednn_product(x, cast(torch.Tensor, self._prepacked), self.module._parameters.get("bias"))
+        return _onednn_product(x, cast(torch.Tensor, self._packed_weight), self.module._parameters.get("bias"))
 
     def _output(self, product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """The output for `x` from the product without the bias, one token after the other."""
@@ -145,7 +145,7 @@ class LinearLayer:
         """Without a weight it computes as its class does."""
         copied = LinearLayer.__new__(LinearLayer)
         copied.module = copy.deepcopy(self.module, memo)
-        copied._weight = copied._bias = copied._prepacked = None  # type: ignore[assignment]
+        copied._weight = copied._bias = copied._packed_weight = None  # type: ignore[assignment]
         return copied
 
     def __reduce__(self) -> Any:
@@ -250,7 +250,10 @@ def _remove(layers: Sequence[LinearLayer]) -> None:
 
 
 def is_replaceable(module: nn.Module, *dtypes: torch.dtype) -> bool:
-    """Whether a module is a plain linear layer on a CPU in one of these dtypes, whose products are not chosen yet."""
+    """Whether a module is a plain linear layer on a CPU in one of these dtypes, whose `forward` nobody has replaced.
+
+    Nobody: no user, no library and no `prepacked`; one that a pass in another thread has replaced does not count.
+    """
     if type(module) not in (nn.Linear, Conv1D) or not torch.backends.mkldnn.is_available():
         return False
     if _functions() != _FUNCTIONS or not module.__dict__.keys().isdisjoint(("weight", "bias")):
@@ -268,7 +271,7 @@ def is_replaceable(module: nn.Module, *dtypes: torch.dtype) -> bool:
     # without prepacked weights is of a pass in another thread.
     forward = module.forward
     layer = layer_of(forward)
-    is_of_pass = layer is not None and layer._prepacked is None
+    is_of_pass = layer is not None and layer._packed_weight is None
     return is_of_pass or forward == type(module).forward.__get__(module)
 
 

@@ -32,7 +32,8 @@ class ProductChoice:
     The layers of a model take turns, so that their weights are not in the processor's cache when they are timed.
     """
 
-    compilation = 0.0  # the thread's shortest time of a comparison with products that compile; 0 before the first one
+    compilation = 0.0
+    """Of all choices: the shortest comparison with products that compile, in seconds of a thread; 0 before any."""
 
     def __init__(self, ordinary: Product, others: Sequence[Product], compiled: Sequence[Product], same: set[Product]):
         """`others` need no kernel, `compiled` ones do; all give the result of the `ordinary` one, but for rounding.
@@ -48,10 +49,10 @@ class ProductChoice:
         # In the order of their comparisons; as threads share a choice, it is read once, and replaced as a whole.
         uncompared = tuple(product for product in others if product not in same)
         self._unchecked = tuple(group for group in (uncompared, self._compiled) if group)
-        # How often each product was timed, and its shortest time.
+        # How often each product was timed, and its shortest time, divided by the number of tokens.
         products = (ordinary, *others, *compiled)
-        self._times = dict.fromkeys(products, 0)
-        self._seconds = dict.fromkeys(products, inf)
+        self._num_timed = dict.fromkeys(products, 0)
+        self._seconds_per_token = dict.fromkeys(products, inf)
         self._calls = 0  # since the last one that was timed
         self._interval = CALLS_PER_TIME  # calls until another one is timed
         self._spent = 0.0  # seconds in all calls so far
@@ -71,23 +72,26 @@ class ProductChoice:
         self._calls += calls
 
     def timed(self, layer: Any, x: torch.Tensor, began: float) -> torch.Tensor:
-        """The layer's output, by the product timed the least often; for other than the ordinary one since `began`."""
+        """The layer's output by the product that was timed the least often, whose time is recorded.
+
+        The time of another product than the ordinary one begins at `began`, so that it includes the detour to it.
+        """
         tokens = max(COMPUTE_BOUND_TOKENS, x.numel() // x.shape[-1])  # prompts are of many lengths
         unchecked = self._unchecked
         is_comparison = bool(unchecked) and self._calls_until_comparison(unchecked[0], tokens) == 0
-        product = self._ordinary if is_comparison else min(self._contenders(), key=self._times.__getitem__)
+        product = self._ordinary if is_comparison else min(self._contenders(), key=self._num_timed.__getitem__)
         if product is self._ordinary:
             began = time.perf_counter()
         output = product(layer, x)
         seconds = time.perf_counter() - began
         self._spent += self._calls * seconds
         self._calls = 0
-        self._seconds[product] = min(self._seconds[product], seconds / tokens)
-        self._times[product] += 1
+        self._seconds_per_token[product] = min(self._seconds_per_token[product], seconds / tokens)
+        self._num_timed[product] += 1
         if is_comparison:
             self._compare(unchecked[0], layer, x, output)
-        elif all(self._times[product] >= SAMPLES for product in self._contenders()):
-            self.fastest = min(self._usable, key=self._seconds.__getitem__)
+        elif all(self._num_timed[product] >= SAMPLES for product in self._contenders()):
+            self.fastest = min(self._usable, key=self._seconds_per_token.__getitem__)
         self._interval = CALLS_PER_TIME
         if unchecked:
             self._interval = max(1, self._calls_until_comparison(unchecked[0], tokens))
@@ -95,14 +99,18 @@ class ProductChoice:
 
     def _contenders(self) -> list[Product]:
         """The products that may be the fastest; all of them once one has been chosen, as times may have been wrong."""
-        slow = inf if self.fastest else SLOW * min(self._seconds.values())
-        return [product for product in self._usable if self._seconds[product] <= slow or not self._times[product]]
+        slow = inf if self.fastest else SLOW * min(self._seconds_per_token.values())
+        return [
+            product
+            for product in self._usable
+            if self._seconds_per_token[product] <= slow or not self._num_timed[product]
+        ]
 
     def _calls_until_comparison(self, products: Sequence[Product], tokens: int) -> int:
         """After how many calls these products are to be compared with the ordinary one; 0: in this one."""
         if products != self._compiled:
             return 0
-        seconds = tokens * min(self._seconds.values())
+        seconds = tokens * min(self._seconds_per_token.values())
         if not 0 < seconds < inf:  # nothing has been timed yet
             return CALLS_PER_TIME
         # A matrix of a single layer, such as that of the output, may take longer to multiply than a kernel to compile.

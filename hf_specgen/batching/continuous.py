@@ -23,7 +23,7 @@ from hf_specgen.batching import transformers_batching
 from hf_specgen.batching.packed_steps import PackedSteps
 from hf_specgen.call_statistics import Statistics
 from hf_specgen.depth import Policy
-from hf_specgen.depth.adaptive import SharedDepth
+from hf_specgen.depth.adaptive import WithTargetCurve
 from hf_specgen.depth.calibrate import model_curve
 from hf_specgen.generate import by_name, store_statistics
 from hf_specgen.settings import Settings, settings_in
@@ -45,8 +45,8 @@ class ContinuousBatchingRun:
     add_statistics: Callable[[Statistics], None] = lambda _: None
     report_plain: Callable[[str], None] = _raise  # receives the reason why a manager cannot speculate
     is_plain: bool = False  # whether a manager of the call runs plainly; later ones then do too
-    # Receives the reasons for which the strategy refuses requests, which then fail; None: these run plainly.
-    refusals: list[str] | None = None
+    # Receives the reason for which the strategy refuses a request, which then fails; None: such requests run plainly.
+    report_refusal: Callable[[str], None] | None = None
 
 
 _run: ContextVar[ContinuousBatchingRun | None] = ContextVar("hf_specgen_continuous_batching_run", default=None)
@@ -66,11 +66,14 @@ def generate_batch(
     add_statistics_of_call = run.add_statistics
     requests = list[Statistics]()
     run.add_statistics = requests.append
+    refusals = list[str]()
+    if run.report_refusal is not None:
+        run.report_refusal = refusals.append
     token = _run.set(run)
     try:
         results = original(model, *args, **kwargs)
-        if run.refusals:
-            raise ValueError(run.refusals[0])
+        if refusals:
+            raise ValueError(refusals[0])
     finally:
         _run.reset(token)
     if run.settings is not None and not run.is_plain:
@@ -93,8 +96,9 @@ def _run_of(kwargs: dict[str, Any], attachment: Any) -> ContinuousBatchingRun:
     if attachment is None:
         return ContinuousBatchingRun(None)
     settings = attachment.settings.updated(**settings_in(kwargs))
-    refusals: list[str] | None = [] if attachment.strict else None
-    return ContinuousBatchingRun(settings, attachment.add, attachment.report_plain, refusals=refusals)
+    # The future of a refused request has the reason; only a call of `generate_batch` collects them.
+    report_refusal = (lambda _: None) if attachment.strict else None
+    return ContinuousBatchingRun(settings, attachment.add, attachment.report_plain, report_refusal=report_refusal)
 
 
 def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: dict[str, Any], attachment: Any) -> Any:
@@ -109,7 +113,9 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
     manager = original(model, **arguments)
 
     def make_steps(manager: Any, processor: Any) -> PackedSteps | None:
-        return None if settings is None else PackedSteps(processor, manager, settings, run.add_statistics, run.refusals)
+        if settings is None:
+            return None
+        return PackedSteps(processor, manager, settings, run.add_statistics, run.report_refusal)
 
     transformers_batching.on_batch_processor(manager, make_steps)
     return manager
@@ -146,7 +152,7 @@ def _packed_step_policy(policy: Policy, model: Any) -> Policy:
     if not policy.measures_latency():
         return policy
     with transformers_batching.unpaged_attention(model):
-        return SharedDepth(policy, model_curve(model))
+        return WithTargetCurve(policy, model_curve(model))
 
 
 def _unsupported_reason(

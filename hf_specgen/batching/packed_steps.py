@@ -61,8 +61,8 @@ class PackedSteps:
 
     `processor` and `manager` are Transformers' `ContinuousBatchProcessor` and `ContinuousBatchingManager`.
     `report_finished` receives the counters of every request that has ended. Request ``req_<i>`` is sampled as
-    `torch.manual_seed(seed + i)` and `generate` would sample it alone. `refusal_reasons` receives why the
-    strategy refuses requests, which then fail; if it is None, they are answered without drafts.
+    `torch.manual_seed(seed + i)` and `generate` would sample it alone. `report_refusal` receives why the
+    strategy refuses a request, which then fails; if it is None, such requests are answered without drafts.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class PackedSteps:
         manager: Any,
         settings: Settings,
         report_finished: Callable[[Statistics], None],
-        refusal_reasons: list[str] | None = None,
+        report_refusal: Callable[[str], None] | None = None,
     ):
-        self._refusal_reasons = refusal_reasons
+        self._report_refusal = report_refusal
         self._model = manager.model
         self._shared = SharedSteps(settings)
         aux_layers = settings.candidates.target_requirements(self._model).aux_hidden_state_layers
@@ -104,19 +104,19 @@ class PackedSteps:
         self._num_decoding = 0  # requests that decode; the others are in their prefill
         self._drafted = 0  # draft tokens
         self._step_seconds: Floats | None = None  # predicted, with 0, 1, 2, … draft tokens
-        self._began = 0.0  # when its pass began
+        self._scheduled_at = 0.0  # when its drafts were added; it then offloads, makes its inputs, runs and samples
         self._states: list[torch.Tensor] = []  # recorded hidden states, by layer
         self._scores: torch.Tensor
 
     @torch.no_grad()
     def check_request(self, state: Any) -> None:
         """Raise a `ValueError` if the strategy refuses a request, a `RequestState`, that then has to fail."""
-        if self._refusal_reasons is None:
+        if self._report_refusal is None:
             return
         reason = self._request_of(state).refusal
         if reason:
             self._requests.pop(state.request_id).end()
-            self._refusal_reasons.append(reason)
+            self._report_refusal(reason)
             raise ValueError(reason)
 
     @torch.no_grad()  # Transformers' thread has autograd on, but for the forward passes of the target
@@ -140,7 +140,7 @@ class PackedSteps:
             future.state.tokens_to_process = future.state.tokens_to_process + request.tree.token_lists()[0]
             future.query_length += request.tree.nodes
             self._drafted += request.tree.nodes
-        self._began = perf_counter()
+        self._scheduled_at = perf_counter()
         return self._drafted
 
     def _predicted_seconds(self, tokens: int, token_budget: int) -> Floats | None:
@@ -171,7 +171,7 @@ class PackedSteps:
         if request is None:
             request = self._requests[state.request_id] = Request(state, self._request_context)
             self._shared.join(request.steps)
-            if request.refusal and self._refusal_reasons is None:
+            if request.refusal and self._report_refusal is None:
                 warn_of_refusal(self._warned_reasons, request.refusal)
         return request
 
@@ -298,7 +298,7 @@ class PackedSteps:
         The new tokens before it are appended here to the requests, whose positions are set back over rejected tokens;
         Transformers appends the last one, as in a step without drafts.
         """
-        measured_seconds = perf_counter() - self._began
+        measured_seconds = perf_counter() - self._scheduled_at
         num_logits = [1 + request.tree.nodes if future.has_new_token else 0 for future, request in self._scheduled]
         self._distribute_states(num_logits)
         requests = list[Any]()

@@ -60,7 +60,7 @@ class SharedSteps:
         Called before the first step of the call.
         """
         if isinstance(call.policy, AdaptiveSession):
-            call.policy.share(self._loss)
+            call.policy.join_shared_passes(self._loss)
 
     def begin(self, calls: Sequence[DecodingSteps], rows: int) -> None:
         """Begin a step of these calls, `rows` of which decode; the others are in their prefill."""

@@ -47,7 +47,10 @@ class DraftingTimeLoss:
         self.add(seconds / latency.target.seconds_of(rows) - emitted)
 
     def for_later_call(self) -> DraftingTimeLoss:
-        """The loss without gains, since texts differ, at most `MAX_TIME_LOSS`: at first one step is paused at most."""
+        """The loss without gains, since texts differ, at most `MAX_TIME_LOSS`: at first one step is paused at most.
+
+        `Memory` calls it when it stores the loss and when it recalls it.
+        """
         return DraftingTimeLoss(min(max(self.relative_time, 0.0), MAX_TIME_LOSS))
 
 
@@ -100,8 +103,8 @@ class AdaptiveDepth(Policy):
         return f"{type(self).__name__}({latency})"
 
 
-class SharedDepth(Policy):
-    """Gives sessions of `AdaptiveDepth` a T(q), in calls that cannot measure it; other policies stay as they are.
+class WithTargetCurve(Policy):
+    """A policy whose sessions of `AdaptiveDepth` get a T(q), in calls that cannot measure it; others stay as they are.
 
     Args:
         policy: as the user gave it.
@@ -115,7 +118,7 @@ class SharedDepth(Policy):
     def start(self, call: Call) -> PolicySession:
         session = self._policy.start(call)
         if isinstance(session, AdaptiveSession):
-            session.share(None, self._curve)
+            session.use_target_curve(self._curve)
         return session
 
 
@@ -125,7 +128,8 @@ class AdaptiveSession(PolicySession):
     def __init__(self, policy: AdaptiveDepth, call: Call):
         self._call = call
         drafting = call.drafting
-        # Set by `share`: whether several calls have one loss; whether latencies are those of this call's rows alone.
+        # Set by `join_shared_passes`: whether several calls have one loss; whether latencies are those of this call's
+        # rows alone.
         self._has_shared_loss = False
         self._ignores_other_rows = False
         self._is_measured = policy.measures_latency()
@@ -151,23 +155,28 @@ class AdaptiveSession(PolicySession):
             latency = policy.latency or assumed_latency(call.state.device)
             self.latency = latency.for_drafter(str(drafting.key[0]), drafting.negligible_draft_cost)
 
-    def share(self, loss: DraftingTimeLoss | None, curve: CostCurve | None = None) -> None:
-        """Prepare for steps in passes that other calls share; called before the first step.
+    def join_shared_passes(self, loss: DraftingTimeLoss) -> None:
+        """Take part in passes that other calls share; called before the first step.
 
-        Args:
-            loss: the mean loss of the calls, counted by `SharedSteps`; None: this call counts its own.
-            curve: T(q) of the target, if it cannot be measured.
+        `loss` is the mean of these calls, counted by `SharedSteps`.
         """
-        if loss is not None:
-            self._loss = loss
-            self._has_shared_loss = True
-            # Drafts are cut to the common limit later, so that each call drafts as if alone.
-            self._ignores_other_rows = self._call.drafting.negligible_draft_cost
-        if self._target_estimator is not None:  # in common passes steps of one call time no sizes
-            self.latency = self._drafter_estimator = self._target_estimator = None
+        self._loss = loss
+        self._has_shared_loss = True
+        # Drafts are cut to the common limit later, so that each call drafts as if alone.
+        self._ignores_other_rows = self._call.drafting.negligible_draft_cost
+        if self._target_estimator is not None:
+            self._use_no_step_times()
             self._use_measured_curve(recalled_curve(self._call))
+
+    def use_target_curve(self, curve: CostCurve | None) -> None:
+        """Use this T(q) in place of one that the steps time; without one nothing is drafted."""
         if self._is_measured:
+            self._use_no_step_times()
             self._use_measured_curve(curve)
+
+    def _use_no_step_times(self) -> None:
+        """Forget the T(q) that steps time: in passes that several calls share, those of one call time no sizes."""
+        self.latency = self._drafter_estimator = self._target_estimator = None
 
     def step_latency(self, rows: int, context: int) -> StepLatency | None:
         state = self._call.state
@@ -263,7 +272,7 @@ class AdaptiveSession(PolicySession):
         if self._drafter_estimator is not None:
             if self._target_estimator is None:
                 self._drafter_estimator.forget_slow_curve(step)
-            if not self._drafter_estimator.is_known and self._drafter_estimator.observe(step):
+            if self._drafter_estimator.observe(step):
                 self.latency = self._drafter_estimator.latency()
         if self._has_shared_loss:
             self._loss.add(-step.excluded_time_loss / (1 + self._call.state.other_rows))

@@ -219,7 +219,8 @@ class DrafterLatencyEstimator:
         The first draft includes the drafter's prefill. On an accelerator some of the next ones run eagerly, and some
         capture graphs, so that more drafts are timed, and the fastest one so far can only lower what is assumed.
         """
-        if self.is_known or "forward" not in step.seconds or bool(step.tokens_per_pass) == self._without_passes:
+        has_passes = bool(step.tokens_per_pass)
+        if self.is_known or "forward" not in step.seconds or has_passes == self._without_passes:  # no usual draft
             return False
         seconds = step.seconds.get("draft", 0.0)
         rows = step.pass_rows + self._call.state.other_rows

@@ -35,7 +35,7 @@ class PolicySession(ABC):
 
     @abstractmethod
     def depths(self, limits: Sequence[int]) -> list[int]:
-        """The maximum depth of each row's next draft, 0 for a plain step; cut to the strategy's k and to `limits`.
+        """The maximum depth of each row's next draft, 0 for a plain step; the caller cuts it to k and to `limits`.
 
         Args:
             limits: `[rows]` draft tokens that each row can still use; 0 for a row that takes no part in this step.

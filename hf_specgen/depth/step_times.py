@@ -120,8 +120,8 @@ class CurvePosterior:
         covariance = self.covariance - gain[:, None] * covariance_with_sum
         return CurvePosterior(means, covariance, self.counts, self.context, self.batch)
 
-    def in_later_call(self) -> CurvePosterior:
-        """The distribution at the first step of another call, at which the speed may be another one."""
+    def with_unknown_speed(self) -> CurvePosterior:
+        """The distribution at the first step of another call, when the machine may have another speed."""
         covariance = self.covariance.copy()
         covariance[0, 0] += CALL_SPEED_CHANGE**2
         return replace(self, covariance=covariance)
@@ -145,7 +145,8 @@ class CurvePosterior:
             # No sum of terms has a negative variance.
             if not (has_shapes and is_bounded and has_steps and np.linalg.eigvalsh(covariance).min() > -1e-9):
                 return None
-            return posterior if posterior.curve else None
+            _ = posterior.curve  # raises a ValueError if T(q) is not finite
+            return posterior
         except (TypeError, KeyError, ValueError, AttributeError, OverflowError, np.linalg.LinAlgError):
             return None
 
@@ -222,7 +223,7 @@ class CurveEstimator:
             key = _shared_posterior_key(call, rows)
             posterior = memory.recall(type(call.model), key, lambda: None)
             posterior = posterior or CurvePosterior.from_saved(saved_results.load(SAVED, key))
-        return None if posterior is None else cls(call, posterior.in_later_call())
+        return None if posterior is None else cls(call, posterior.with_unknown_speed())
 
     @classmethod
     def of_first_step(cls, call: Call, step: StepRecord) -> CurveEstimator | None:

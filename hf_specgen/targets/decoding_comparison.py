@@ -185,12 +185,15 @@ def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torc
         nodes = [[row[1], row[2], token][:length] for row, token in zip(tokens, wrong, strict=True)]
         parents = chain_parents(length)
         first, second = 0, 1  # the nodes of t1 and t2
+    elif exits_early:
+        # The first layers run over the first two nodes while they draft, and over the others in the verification.
+        nodes = [[token, token, row[1], token, row[2]] for row, token in zip(tokens, wrong, strict=True)]
+        first, second = 2, 4
+        parents = Parents((-1, -1, -1, -1, first))
     else:
-        # The first layers run over two nodes while they draft, and over the others in the verification.
-        first = 2 if exits_early else 1
-        nodes = [[token] * first + [row[1], token][:first] + [row[2]] for row, token in zip(tokens, wrong, strict=True)]
-        second = 2 * first
-        parents = Parents((-1,) * second + (first,))
+        nodes = [[token, row[1], row[2]] for row, token in zip(tokens, wrong, strict=True)]
+        first, second = 1, 2
+        parents = Parents((-1, -1, first))
     tree = DraftTree(nodes, (parents,) * len(tokens))
     if isinstance(target, EarlyExitTarget):
         target.run_early(DraftTree.empty(len(tokens)), torch.tensor([row[:1] for row in tokens]))

@@ -187,10 +187,12 @@ class SelfCheck:
             # Where rows differ: does the model itself fail, or only rows of different lengths? A model that
             # has something for each of several rows, such as adapters, may fail because there is a single row.
             alone = self._run(EquivalenceTest((1,), lambda: self._short_text(1, is_padded=False)))
-            if alone is not None and (alike or rows == 1 or isinstance(alone.cause, UnsupportedModelError | None)):
-                problem = alone
-            elif alone is not None and problem is not None and problem.remedy == WITH_ONE_ROW:
-                problem = problem._replace(remedy=WITHOUT_DRAFTS)
+            if alone is not None:
+                could_run = alone.cause is None or isinstance(alone.cause, UnsupportedModelError)
+                if rows == 1 or alike or could_run:
+                    problem = alone
+                elif problem is not None and problem.remedy == WITH_ONE_ROW:
+                    problem = problem._replace(remedy=WITHOUT_DRAFTS)
         if problem is None and inputs:
             problem = self._run(prompt_of_call)
         return problem

@@ -95,7 +95,7 @@ def test_adaptive_depth_with_shared_passes_takes_the_time_of_all_rows() -> None:
         call.state.drafts_together = True
         session = AdaptiveDepth(latency).start(call)
         if others:
-            session.share(DraftingTimeLoss())
+            session.join_shared_passes(DraftingTimeLoss())
         depths.append(max(session.depths([16] * rows)))
     assert depths[0] == depths[1] < 4
 
@@ -106,7 +106,7 @@ def test_adaptive_depth_requests_in_packed_steps_pause_together() -> None:
     calls = [depth_call(adaptive_tree=True, negligible_draft_cost=False) for _ in range(2)]
     one, other = map(AdaptiveDepth(STEEP).start, calls)
     for session in (one, other):
-        session.share(loss)
+        session.join_shared_passes(loss)
     assert all(depth for (depth,) in run(one, 20, [0]))
     loss.add(2 * MAX_TIME_LOSS)
     assert run(one, 1, [0]) == run(other, 1, [0]) == [[0]]
