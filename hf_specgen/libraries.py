@@ -43,6 +43,7 @@ class _MatcherState(GrammarState):
     """A matcher of xgrammar or llguidance, which can be forked."""
 
     def __init__(self, matcher: Any, vocab: int):
+        super().__init__()
         self._matcher = matcher
         self._vocab = vocab
 
@@ -73,6 +74,7 @@ class _AutomatonState(GrammarState):
     """A state of the automaton of outlines."""
 
     def __init__(self, index: Any, state: int | None, vocab: int):
+        super().__init__()
         self._index = index
         self._state = state
         self._vocab = vocab
@@ -90,6 +92,7 @@ class _ReplayedState(GrammarState):
     """The text so far, prompt included, for lm-format-enforcer, which keeps what it computed for earlier texts."""
 
     def __init__(self, enforcer: Any, text: list[int], vocab: int):
+        super().__init__()
         self._enforcer = enforcer
         self._text = text
         self._vocab = vocab

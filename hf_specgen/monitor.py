@@ -84,6 +84,7 @@ class SpeculationMonitor(Monitor):
     """
 
     def __init__(self, window: int = 100, *, prometheus: bool | None = None):
+        super().__init__()
         window = checked_count("window", window, 1, "steps")
         self.window: deque[RowStep] = deque(maxlen=window)
         """The last row steps."""
@@ -139,6 +140,7 @@ class _SpeculationMonitorSession(MonitorSession):
     """Passes the steps of a call on to its monitor, and logs their sums at the end."""
 
     def __init__(self, monitor: SpeculationMonitor, call: Call):
+        super().__init__()
         self._monitor = monitor
         self._call = call
         self._started = perf_counter()

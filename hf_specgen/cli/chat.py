@@ -39,6 +39,7 @@ class AnswerWriter(BaseStreamer, Monitor, MonitorSession):
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str, bool], object]):
+        super().__init__()
         self._tokenizer = tokenizer
         self._write = write
         self._generated = list[int]()

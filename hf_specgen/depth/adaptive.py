@@ -82,6 +82,7 @@ class AdaptiveDepth(Policy):
     """
 
     def __init__(self, latency: LatencyModel | str | Path | None = None):
+        super().__init__()
         self.is_assumed = latency == ASSUMED
         self.latency: LatencyModel | None = None
         if isinstance(latency, str | Path):
@@ -112,6 +113,7 @@ class WithTargetCurve(Policy):
     """
 
     def __init__(self, policy: Policy, curve: CostCurve | None):
+        super().__init__()
         self._policy = policy
         self._curve = curve
 
@@ -126,6 +128,7 @@ class AdaptiveSession(PolicySession):
     """The state of `AdaptiveDepth` in one call."""
 
     def __init__(self, policy: AdaptiveDepth, call: Call):
+        super().__init__()
         self._call = call
         drafting = call.drafting
         # Set by `join_shared_passes`: whether several calls have one loss; whether latencies are those of this call's

@@ -82,6 +82,7 @@ class _SameDepth(PolicySession):
     """The same depth for all rows: a function of the rows that take part."""
 
     def __init__(self, depth: Callable[[int], int]):
+        super().__init__()
         self._depth = depth
 
     def depths(self, limits: Sequence[int]) -> list[int]:
@@ -181,6 +182,7 @@ class MovingWindow(Policy):
     """
 
     def __init__(self, target: float = 0.6, window: int = 10, start: int | None = None):
+        super().__init__()
         if not (isinstance(target, float) and 0 < target < 1):
             raise ValueError(f"target must be between 0 and 1, got {target!r}")
         self.target = target
@@ -198,6 +200,7 @@ class _WindowSession(PolicySession):
     """The state of `MovingWindow` in one call: the depth and the recent outcomes of each row."""
 
     def __init__(self, policy: MovingWindow, call: Call):
+        super().__init__()
         self._target = policy.target
         self._k = call.drafting.k
         batch = call.state.batch

@@ -159,6 +159,7 @@ class TypicalVerifier(Verifier):
     """
 
     def __init__(self, epsilon: float = 0.3, alpha: float = 0.09):
+        super().__init__()
         for name, value in (("epsilon", epsilon), ("alpha", alpha)):
             if not isinstance(value, Real) or not 0 < value <= 1:
                 raise ValueError(f"{name} must be above 0 and at most 1, got {value!r}")
