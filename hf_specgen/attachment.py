@@ -206,10 +206,11 @@ class Attachment:
             _running.reset(token)
 
     def _generate(self, original: Callable[..., Any], model: Any, kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("custom_generate") is not None:  # its keywords may have names of this package's
+            self.report_plain("custom_generate= names another decoding method")
+            return original(model, **kwargs)
         settings = self.settings.updated(**settings_in(kwargs, model))
         reason = unsupported_argument(kwargs)
-        if kwargs.get("custom_generate") is not None:
-            reason = "custom_generate= names another decoding method"
         if reason is None:
             streamer = None if kwargs.get("streamer") is None else _ResumedStreamer(kwargs["streamer"])
             attempt = Speculation(settings, streamer)
@@ -270,6 +271,7 @@ class _ResumedStreamer(BaseStreamer):
     """Passes on to a streamer what it has not received yet, when a call is made again from its beginning."""
 
     def __init__(self, streamer: BaseStreamer):
+        super().__init__()
         self._streamer = streamer
         self._received = 0
         self.position = 0

@@ -111,9 +111,9 @@ class GenerationState:
         pad_id: int | None,
     ) -> GenerationState:
         """The state at the start of a call, from what `generate` prepared; rows are padded if a criterion has EOS."""
-        ends = [criterion.eos_token_id.tolist() for criterion in criteria if type(criterion) is EosTokenCriteria]
+        ends = [criterion.eos_token_id.flatten() for criterion in criteria if type(criterion) is EosTokenCriteria]
         lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
-        stop_ids = {token for tokens in ends for token in tokens}
+        stop_ids = {token for tokens in ends for token in tokens.tolist()}
         max_length = min(lengths, default=float("inf"))
         pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         if pads and pad_id is None:
@@ -358,8 +358,12 @@ class Memory:
     def recall(self, model: Any, key: Hashable, new: Callable[[], T]) -> T:
         """What was last stored for this target and key, for a later call, or else what `new` makes; no target: None."""
         with self._lock:
-            entry = None if model is None else self._entries.get(model, OrderedDict()).get(key)
-            return new() if entry is None else _for_later_call(entry)
+            entries = None if model is None else self._entries.get(model)
+            entry = None if entries is None else entries.get(key)
+            if entries is None or entry is None:
+                return new()
+            entries.move_to_end(key)  # the entry that was not used for the longest time is removed first
+            return _for_later_call(entry)
 
     def store(self, model: Any, key: Hashable, learnt: Any) -> None:
         """Keep what a call has learnt, for later ones; nothing if `model` is None."""

@@ -128,7 +128,7 @@ class _CombinedSession(DraftSession):
     """The sessions of the members, those without a forward pass first, and their drafts of the current step."""
 
     def __init__(self, settings: CombinedCandidates, starts: Sequence[StartSession], batch: DraftBatch):
-        if settings.prediction is not None:
+        if settings.prediction is not None and batch.call.settings.prediction is None:
             batch = batch.with_settings(prediction=settings.prediction)
         super().__init__(batch)
         members = list(zip(settings.strategies, starts, strict=True))

@@ -62,7 +62,7 @@ def vocabulary_ids(
         if setting[-1] >= size:
             raise ValueError(f"draft_vocabulary has token {setting[-1]}, but the drafter has {size} tokens")
         return torch.tensor(setting)
-    seen = (token for token, _ in Counter(chain.from_iterable(prompts)).most_common() if token < size)
+    seen = (token for token, _ in Counter(chain.from_iterable(prompts)).most_common() if 0 <= token < size)
     return torch.tensor(sorted(list(dict.fromkeys(chain(seen, range(size))))[: max(1, size // 4)]))
 
 

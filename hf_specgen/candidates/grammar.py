@@ -208,6 +208,8 @@ class _Row:
             return [(int(allowed.argmax()), 1.0)] if choices.count else []
         values: dict[int, float] = {}
         for estimate in (proposed, self._votes(path), self._expected(path, choices)):
+            # A prompt may have tokens that the target cannot choose, as in place of images.
+            estimate = {token: value for token, value in estimate.items() if 0 <= token < len(allowed)}
             # Of the allowed ones of its tokens, in what the estimates before it leave of the probability.
             forbidden = sum(value for token, value in estimate.items() if not allowed[token])
             scale = max(0.0, 1.0 - sum(values.values())) / max(1.0 - forbidden, 1e-9)

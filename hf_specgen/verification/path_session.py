@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from hf_specgen.call import Call
+from hf_specgen.random_state import global_generator
 from hf_specgen.tree import DraftTree, children
 from hf_specgen.verification.base import VerificationSession, exponential_noise
 
@@ -43,8 +44,17 @@ class PathSession(VerificationSession):
 
     def __init__(self, call: Call):
         super().__init__(call)
+        devices = {torch.device("cpu"), call.state.device} if call.do_sample else ()
+        generators = [global_generator(device) for device in devices]
+        self._states_before = [(generator, generator.get_state()) for generator in generators]
         self._seed = int(torch.randint(2**62, ())) if call.do_sample else 0
         self._generators: dict[torch.device, torch.Generator] = {}
+
+    def end(self, positions: int) -> None:
+        """Leave the global generators as before a call that has emitted no token: plain decoding may take over."""
+        if not positions:
+            for generator, state in self._states_before:
+                generator.set_state(state)
 
     def draft_scores(
         self, scores: torch.Tensor, token_indices: Sequence[Sequence[int]], tokens: torch.Tensor | None = None

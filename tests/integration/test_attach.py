@@ -20,6 +20,7 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DistributedDataParallel
 from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM
 from transformers.generation import utils as generation_utils
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 from transformers.generation.logits_process import LogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 import hf_specgen
@@ -240,6 +241,31 @@ PLAIN_CALLS: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: {"custom_generate": lambda model, input_ids, **_: input_ids}, "another decoding method"),
 ]
 """The reasons of all others are in `test_bad_input.py`."""
+
+
+def test_keywords_of_another_decoding_method_reach_it(model: Any) -> None:
+    """Would catch: `memory=` or `policy=` of a function of somebody else taken for settings of this package."""
+    received = list[Any]()
+
+    def method(model: Any, input_ids: torch.Tensor, memory: Any = None, policy: Any = None, **_: Any) -> torch.Tensor:
+        received.extend((memory, policy))
+        return input_ids
+
+    hf_specgen.attach(model, NgramCandidates())
+    with pytest.warns(UserWarning, match="another decoding method"):
+        model.generate(**prompts(1), custom_generate=method, memory=False, policy="greedy")
+    assert received == [False, "greedy"]
+
+
+def test_refused_rejection_sampling_leaves_the_random_generator(model: Any) -> None:
+    """Would catch: other tokens than those of plain `generate`, as the seed of the drafts was drawn before."""
+    one_row = PromptLookupCandidateGenerator(max_length=100)
+    torch.manual_seed(1)
+    expected = model.generate(**prompts(2), do_sample=True, max_new_tokens=NEW)
+    hf_specgen.attach(model, one_row, verification="rejection")
+    torch.manual_seed(1)
+    with pytest.warns(UserWarning, match="works on one row"):
+        assert torch.equal(model.generate(**prompts(2), do_sample=True, max_new_tokens=NEW), expected)
 
 
 @pytest.mark.parametrize(("make", "reason"), PLAIN_CALLS, ids=[reason for _, reason in PLAIN_CALLS])

@@ -20,6 +20,7 @@ from hf_specgen import (
     MTPCandidates,
     NgramCandidates,
 )
+from hf_specgen.candidates.draft_vocabulary import vocabulary_ids
 from hf_specgen.compat import CACHE
 from hf_specgen.heads.head_formats import load_head
 from tests.helpers import SAMPLING, assert_same_tokens, fresh_model, perturbed_copy, prompts, tiny_model
@@ -247,3 +248,8 @@ def test_parallel_draft_beside_others_and_with_ended_rows_same_tokens(name: str)
     assert_same_tokens(target, prompts(3), drafts(name, k=3), max_new_tokens=12, **ends)
     both = CombinedCandidates([NgramCandidates(k=4), drafts(name, k=4)], policy=hf_specgen.FixedDepth())
     assert_same_tokens(target, prompts(3), both, max_new_tokens=12)
+
+
+def test_frequent_tokens_are_tokens_of_the_drafter() -> None:
+    """Would catch: placeholders of images in the prompt, such as -200, that count from the end of a matrix."""
+    assert vocabulary_ids("frequent", [[-200, -200, 9, 64]], 16).tolist() == [0, 1, 2, 9]

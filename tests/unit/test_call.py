@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from transformers.generation.stopping_criteria import EosTokenCriteria, StoppingCriteriaList
 
 from hf_specgen import MedusaCandidates
 from hf_specgen.call import GenerationState, Memory, memory
@@ -106,6 +107,21 @@ def test_memory_is_bounded_and_keeps_the_newest() -> None:
     assert small.recall(model, 0, Counter).total() == 0
     assert small.recall(None, 29, Counter).total() == 0
     assert len(small._entries[model]) == 8
+
+
+def test_memory_keeps_an_entry_that_calls_use() -> None:
+    """Would catch: a history that calls with many temperatures remove, although every call reads it."""
+    small, model = Memory(max_entries=4), nn.Linear(1, 1)
+    small.store(model, "history", Counter(answers=1))
+    for key in range(10):
+        small.store(model, key, Counter())
+        assert small.recall(model, "history", Counter).total() == 1
+
+
+def test_end_token_of_a_criterion_may_have_no_dimension() -> None:
+    """Would catch: a TypeError where plain `generate`, which compares with the tensor, has none."""
+    criteria = StoppingCriteriaList([EosTokenCriteria(torch.tensor(5))])
+    assert GenerationState.of_call(torch.ones(1, 2, dtype=torch.long), None, criteria, pad_id=0).stop_ids == {5}
 
 
 class Learnt(Counter[str]):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_specgen import AdaptiveDepth, Candidates, CombinedCandidates, DraftTree
+from hf_specgen import AdaptiveDepth, Candidates, CombinedCandidates, DraftTree, NgramCandidates
 from hf_specgen.candidates.base import DraftSession
 from hf_specgen.candidates.best_first import SearchLimits, best_first
 from hf_specgen.candidates.draft_batch import DraftBatch
@@ -269,3 +269,17 @@ def test_network_pauses_where_it_adds_nothing_and_the_others_go_on(network_is_ri
         assert sum(losses) == pytest.approx(0.0)
     else:  # the limit, the last draft, 2% of the steps
         assert 0.75 < sum(losses) < 0.75 + 0.41 + 0.02 * 60
+
+
+@pytest.mark.parametrize("of_call", [None, [1, 2, 3]])
+def test_prediction_of_the_call_has_precedence_over_that_of_the_combination(of_call: list[int] | None) -> None:
+    """Would catch: `generate(prediction=…)` that is ignored where the strategy has one."""
+    batch = make_batch(make_state([[1, 2, 3]])).with_settings(prediction=of_call)
+    found = list[Any]()
+
+    def start(member_batch: DraftBatch) -> DraftSession:
+        found.append(member_batch.call.settings.prediction)
+        return NgramCandidates().start(member_batch)
+
+    CombinedCandidates([NgramCandidates()], prediction=[7, 8]).start_members(batch, [start])
+    assert found == [[7, 8] if of_call is None else of_call]

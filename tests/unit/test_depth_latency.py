@@ -16,7 +16,7 @@ from hf_specgen.call import memory
 from hf_specgen.call_statistics import RowStep, StepRecord
 from hf_specgen.decoding import DecodingTimer
 from hf_specgen.depth import AdaptiveDepth, Bucket, CostCurve, DraftLatency, LatencyModel, calibrate
-from hf_specgen.depth.latency import FORMAT
+from hf_specgen.depth.latency import FORMAT, assumed_latency
 from tests.helpers.depth import Clock, Model, Target, depth_call
 
 GPU_LIKE = Path(__file__).parents[2] / "benchmarks" / "profiles" / "gpu_like.json"
@@ -320,3 +320,9 @@ def test_drafter_timer_without_passes_takes_the_time_of_a_draft() -> None:
         depths = session.depths([99])
         session.observe(StepRecord(depths, [RowStep(0, 0, 0, 1)], 1, {}, ()))
     assert depths == [0], "drafting has lost the time of two plain steps"
+
+
+def test_assumed_pass_of_uno_takes_as_long_as_the_targets() -> None:
+    """Would catch: drafts by passes of the target itself that seem to take 0.3 of it, and never pause."""
+    step = assumed_latency(torch.device("cpu")).for_drafter("uno").at(1, 1)
+    assert step.draft.pass_seconds(8) == step.target.seconds_of(8)

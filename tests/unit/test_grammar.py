@@ -201,3 +201,9 @@ def test_grammar_with_free_whitespace_drafts_the_layout_of_the_text(layout: str,
         state.append(0, script[done : done + accepted + 1])
         count += 1
     assert count <= steps, count
+
+
+def test_grammar_prompt_may_have_tokens_that_the_target_cannot_choose() -> None:
+    """Would catch: an IndexError for an image token of the prompt after a token that the text repeats."""
+    tree = draft_under({5: (1, 2)}, DraftTree.empty(1), 8, text=[4, 5, VOCAB, 7, -200, 3, 5])
+    assert {token for path in paths_of(tree) for token in path} <= set(range(VOCAB))
