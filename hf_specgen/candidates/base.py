@@ -183,7 +183,6 @@ class Candidates(CandidateGenerator, ABC):
         tree: TreeSetting | Literal[False] = False,
         max_k: int = 16,
     ):
-        super().__init__()
         if policy is not None and not isinstance(policy, Policy):
             raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {policy!r}")
         if not _is_auto(k):
